@@ -1,0 +1,147 @@
+"""Every knob of the project. Edit a line here, or override it from the shell: python train.py DROPOUT=0."""
+
+import difflib
+import math
+import os
+import re
+import sys
+
+# Data (download_data.py)
+CORPUS = "auto"          # sentences: auto, wikitext (the chapter's), wiki1m (the paper's), vital, or a .txt / .txt.gz file
+STSB = "auto"            # STS-B: auto, hub, sample (shipped, no benchmark), or a folder of CSV files
+MAX_SENTENCES = 100_000  # sentences kept for training; chapter 100,000, paper 1,000,000
+
+# Encoder (chapter 3's shape; only read when INIT=random, a checkpoint brings its own)
+N_LAYER = 6              # Transformer blocks; BERT-base has 12
+N_EMBD = 256             # width of the hidden states and of the embedding; BERT-base has 768
+N_HEAD = 8               # attention heads; must divide N_EMBD
+N_POSITIONS = 128        # longest input the encoder can take, in tokens
+VOCAB_SIZE = 8192        # WordPiece vocabulary learned from the corpus
+
+# Method (train.py)
+INIT = "random"          # starting encoder: a checkpoint folder, a Hub name, or random
+POOLER = "cls"           # sentence embedding: cls (the paper's) or mean; evaluate.py: "" = as the checkpoint says
+USE_MLP_HEAD = True      # train through a one-layer tanh MLP that evaluation leaves out (paper, section 3)
+DROPOUT = 0.1            # rate of every dropout in the encoder: the only augmentation (paper, table 3)
+FIXED_MASK = False       # True: both views share one dropout mask, the paper's "Fixed 0.1" (table 3)
+TEMPERATURE = 0.05       # tau of equation 4; paper and chapter
+
+# Optimisation (train.py)
+BATCH_SIZE = 64          # sentences a step; each has BATCH_SIZE - 1 negatives
+EPOCHS = 3               # passes over the corpus; chapter 3, paper 1
+LEARNING_RATE = 5e-5     # AdamW's peak rate; chapter 5e-5, paper 3e-5 for BERT-base
+WEIGHT_DECAY = 0.01      # AdamW, on weight matrices only; chapter
+WARMUP_RATIO = 0.1       # share of the steps that the rate climbs, before it falls linearly to 0; chapter
+GRAD_CLIP = 1.0          # largest gradient norm; chapter
+MAX_SEQ_LEN = 32         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter
+EVAL_INTERVAL = 125      # steps between two STS-B scores; the best one is kept
+
+# Runs
+SEED = 42                # every random choice follows from it
+DEVICE = "auto"          # auto (cuda, else mps, else cpu) or a torch device such as cpu or cuda:1
+RUN_NAME = ""            # folder under checkpoints/; "" names it after the settings that differ from the defaults
+OVERWRITE = False        # True: replace a finished run of the same name
+RESUME = False           # True: go on with a run that was stopped
+
+# Evaluation (evaluate.py)
+CHECKPOINT = ""          # folder or Hub name to score; "" = the newest run, beside the encoder it started from
+SPLIT = "validation"     # validation or test
+
+RULES = [
+    ("a whole number of at least 1", lambda v: v >= 1,
+     ["MAX_SENTENCES", "N_LAYER", "N_EMBD", "N_HEAD", "EPOCHS", "EVAL_INTERVAL"]),
+    ("a whole number of at least 2 (one sentence has no negatives)", lambda v: v >= 2, ["BATCH_SIZE"]),
+    ("a whole number of at least 3 ([CLS], a token, [SEP])", lambda v: v >= 3, ["MAX_SEQ_LEN", "N_POSITIONS"]),
+    ("a whole number of at least 100", lambda v: v >= 100, ["VOCAB_SIZE"]),
+    ("a whole number from 0 to 2**32 - 1", lambda v: 0 <= v < 2**32, ["SEED"]),
+    ("a number above 0", lambda v: 0 < v < math.inf, ["TEMPERATURE", "LEARNING_RATE", "GRAD_CLIP"]),
+    ("a number of at least 0", lambda v: 0 <= v < math.inf, ["WEIGHT_DECAY"]),
+    ("a number from 0 to 1", lambda v: 0 <= v <= 1, ["WARMUP_RATIO"]),
+    ("a number of at least 0 and below 1", lambda v: 0 <= v < 1, ["DROPOUT"]),
+    ("cls or mean", lambda v: v in ("cls", "mean", ""), ["POOLER"]),
+    ("validation or test", lambda v: v in ("validation", "test"), ["SPLIT"]),
+    ("a folder name without / or \\", lambda v: not re.search(r"[/\\\0]|^\.", v), ["RUN_NAME"]),
+    ("set", lambda v: v != "", ["CORPUS", "STSB", "INIT", "DEVICE"]),
+]
+
+DEFAULTS = {name: value for name, value in globals().items() if name.isupper() and name != "RULES"}
+
+
+def check():
+    """Raise ValueError, naming the knob, where a constant is of the wrong type, out of range, or at odds with another."""
+    for name, default in DEFAULTS.items():
+        value = globals()[name]
+        allowed = (int, float) if type(default) is float else type(default)
+        if not isinstance(value, allowed) or isinstance(value, bool) != isinstance(default, bool):
+            raise ValueError(f"{name} must be of type {type(default).__name__}, not {value!r}")
+    for rule, holds, names in RULES:
+        for name in names:
+            if not holds(globals()[name]):
+                raise ValueError(f"{name} must be {rule}, not {globals()[name]!r}")
+    if N_EMBD % N_HEAD:
+        raise ValueError(f"N_EMBD={N_EMBD} must be divisible by N_HEAD={N_HEAD}")
+
+
+def parse(name, text):
+    """The value that `text` stands for, typed by the default of the knob; raises ValueError where it is of another type."""
+    kind = type(DEFAULTS[name])
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "True or False", int: "a whole number", float: "a number"}[kind]
+        raise ValueError(f"{name} must be {expected}, not {text!r}") from None
+
+
+def override(arguments):
+    """Set constants from NAME=value strings; raises ValueError for an unknown name or a value that can't be."""
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals:
+            raise ValueError(f"{argument!r} is not of the form NAME=value")
+        if name not in DEFAULTS:
+            near = difflib.get_close_matches(name.upper(), DEFAULTS, n=1, cutoff=0.5)
+            raise ValueError(f"unknown knob {name!r}" + (f": did you mean {near[0]}?" if near else "; --help lists them"))
+        globals()[name] = parse(name, text)
+    check()
+
+
+def settings():
+    """The present value of every knob, as a dict."""
+    return {name: globals()[name] for name in DEFAULTS}
+
+
+def help_text(script):
+    """The knobs that a script reads, found in its source, each with its value and its comment above."""
+    with open(script, encoding="utf-8") as file:
+        source = file.read()
+    with open(__file__, encoding="utf-8") as file:
+        comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", file.read(), re.M))
+    lines = [f"usage: python {os.path.basename(script)} [NAME=value ...]", ""]
+    lines += [f"  {name + '=' + str(globals()[name]):26} {comments[name]}" for name in DEFAULTS
+              if re.search(rf"\bconfig\.{name}\b", source)]
+    return "\n".join(lines)
+
+
+def run(main, script):
+    """Run a script's `main` under its command line; what a user can cause ends in one line, not a traceback.
+
+    Exit status: 0 done, 1 failed, 2 a bad argument, 130 interrupted.
+    """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(help_text(script))
+        return
+    try:
+        override(sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
