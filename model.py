@@ -3,15 +3,11 @@
 Papers: SimCSE (Gao et al., 2021), BERT (Devlin et al., 2018), alignment and uniformity (Wang & Isola, 2020).
 """
 
-import json
-import os
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import checkpoint
 
 
 # ---------------------------------------------------------------------------- the objective
@@ -111,14 +107,16 @@ class SimCSEEncoder(nn.Module):
             raise ValueError(f'unknown pooler {pooler!r}: the poolers are "cls" and "mean"')
         if n_embd % n_head:
             raise ValueError(f"the width {n_embd} is not divisible by the number of heads {n_head}")
-        self.tokenizer, self.pooler = tokenizer, pooler
-        self.n_head, self.n_positions, self.dropout_rate, self.eps = n_head, n_positions, dropout, eps
-        self.token_embedding = nn.Embedding(vocab_size or tokenizer.get_vocab_size(), n_embd)
+        n_inner, vocab_size = n_inner or 4 * n_embd, vocab_size or tokenizer.get_vocab_size()
+        self.shape = dict(n_layer=n_layer, n_embd=n_embd, n_head=n_head, n_inner=n_inner, n_positions=n_positions,
+                          vocab_size=vocab_size, n_segments=n_segments, dropout=dropout, eps=eps)
+        self.tokenizer, self.pooler, self.n_positions = tokenizer, pooler, n_positions
+        self.token_embedding = nn.Embedding(vocab_size, n_embd)
         self.position_embedding = nn.Embedding(n_positions, n_embd)
         self.segment_embedding = nn.Embedding(n_segments, n_embd)
         self.embedding_norm = nn.LayerNorm(n_embd, eps)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, n_inner or 4 * n_embd, dropout, eps) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, n_inner, dropout, eps) for _ in range(n_layer))
         self.mlp_head = MLPHead(n_embd)
         self.apply(self._initialise)
 
@@ -175,244 +173,28 @@ class SimCSEEncoder(nn.Module):
             idx[i, :len(row)], attention_mask[i, :len(row)] = row, True
         return idx, attention_mask
 
-    # ------------------------------------------------------------------------ save and load
-
     def save_pretrained(self, folder, dtype=torch.float32):
-        """Write a checkpoint folder in the Hugging Face BERT layout, the MLP head left out; weights in `dtype`.
+        """Write a checkpoint folder in the Hugging Face BERT layout, weights in `dtype`; the MLP head is left out.
 
         Every file is replaced in one step: a save that fails leaves the checkpoint that was there.
         """
-        vocab = self.tokenizer.get_vocab()
-        n_embd = self.token_embedding.embedding_dim
-        shape = {
-            "model_type": "bert", "architectures": ["BertModel"], "vocab_size": self.token_embedding.num_embeddings,
-            "num_hidden_layers": len(self.blocks), "hidden_size": n_embd, "num_attention_heads": self.n_head,
-            "intermediate_size": self.blocks[0].ffn_in.out_features, "max_position_embeddings": self.n_positions,
-            "type_vocab_size": self.segment_embedding.num_embeddings, "layer_norm_eps": self.eps, "hidden_act": "gelu",
-            "hidden_dropout_prob": self.dropout_rate, "attention_probs_dropout_prob": self.dropout_rate,
-            "pad_token_id": self.tokenizer.token_to_id("[PAD]")}
-        normalizer = json.loads(self.tokenizer.to_str())["normalizer"] or {}
-        module = "sentence_transformers.models."
-        files = {
-            "config.json": shape,
-            "tokenizer_config.json": {
-                "tokenizer_class": "BertTokenizer", "do_lower_case": normalizer.get("lowercase", False),
-                "model_max_length": self.n_positions, "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
-                "sep_token": "[SEP]", "mask_token": "[MASK]"},
-            "modules.json": [{"idx": 0, "name": "0", "path": "", "type": module + "Transformer"},
-                             {"idx": 1, "name": "1", "path": "1_Pooling", "type": module + "Pooling"}],
-            "sentence_bert_config.json": {"max_seq_length": self.n_positions, "do_lower_case": False},
-            "1_Pooling/config.json": {"word_embedding_dimension": n_embd,
-                                      "pooling_mode_cls_token": self.pooler == "cls",
-                                      "pooling_mode_mean_tokens": self.pooler == "mean"}}
-        weights = {hugging_face_name(name): tensor.detach().to("cpu", dtype).contiguous()
-                   for name, tensor in self.state_dict().items() if not name.startswith("mlp_head.")}
-        os.makedirs(os.path.join(folder, "1_Pooling"), exist_ok=True)
-        for name, content in files.items():
-            write_atomically(os.path.join(folder, name), json.dumps(content, indent=2).encode())
-        write_atomically(os.path.join(folder, "tokenizer.json"), self.tokenizer.to_str().encode())
-        write_atomically(os.path.join(folder, "vocab.txt"), "".join(f"{t}\n" for t in sorted(vocab, key=vocab.get)).encode())
-        write_atomically(os.path.join(folder, "model.safetensors"), save(weights, metadata={"format": "pt"}))
+        weights = {name: tensor.to(dtype) for name, tensor in self.state_dict().items() if not name.startswith("mlp_head.")}
+        checkpoint.save(folder, weights, self.shape, self.tokenizer, self.pooler)
 
     @classmethod
     def from_pretrained(cls, folder_or_hub_name, pooler=None, dropout=None):
         """Load a BERT checkpoint from a folder in the Hugging Face layout, or from the Hub by its name.
 
         pooler, dropout: None takes the checkpoint's own (cls and 0.1 where it names none). The weights become float32,
-        the MLP head is new. Raises FileNotFoundError or ValueError, in one line, for anything that doesn't fit.
+        the MLP head is new. Raises OSError or ValueError, in one line, for anything that can't be had or doesn't fit.
         """
-        folder = folder_or_hub_name if os.path.isdir(folder_or_hub_name) else download_checkpoint(folder_or_hub_name)
-        shape = read_json(folder, "config.json")
-        kind = shape.get("model_type", "bert")                      # the oldest BERT checkpoints don't say
-        if kind != "bert":
-            raise ValueError(f"{folder_or_hub_name} is a {kind} model: only BERT's architecture is implemented here")
-        for key, known in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
-            if shape.get(key, known) != known:
-                raise ValueError(f"{folder_or_hub_name}: {key} is {shape[key]!r}, only {known!r} is implemented here")
-        try:
-            arguments = {ours: shape[theirs] for ours, theirs in (
-                ("n_layer", "num_hidden_layers"), ("n_embd", "hidden_size"), ("n_head", "num_attention_heads"),
-                ("n_inner", "intermediate_size"), ("n_positions", "max_position_embeddings"), ("vocab_size", "vocab_size"))}
-        except KeyError as error:
-            raise ValueError(f"{os.path.join(folder, 'config.json')} does not say {error}") from None
-        tokenizer = load_tokenizer(folder)
-        spare = shape["vocab_size"] - tokenizer.get_vocab_size()    # some pad the matrix to a round number of rows
-        if not 0 <= spare < 128:
-            raise ValueError(f"{folder_or_hub_name}: the tokenizer has {tokenizer.get_vocab_size()} tokens, "
-                             f"the weights {shape['vocab_size']}: they do not belong together")
-        encoder = cls(tokenizer, n_segments=shape.get("type_vocab_size", 2), eps=shape.get("layer_norm_eps", 1e-12),
-                      dropout=shape.get("hidden_dropout_prob", 0.1) if dropout is None else dropout,
-                      pooler=pooler or saved_pooler(folder), **arguments)
-        encoder._load_weights(*read_weights(folder))
+        folder = checkpoint.find(folder_or_hub_name)
+        shape = checkpoint.load_shape(folder)
+        if dropout is not None:
+            shape["dropout"] = dropout
+        encoder = cls(checkpoint.load_tokenizer(folder, shape["vocab_size"]), **shape,
+                      pooler=pooler or checkpoint.load_pooler(folder))
+        weights = checkpoint.load_weights(folder, {name: tensor.shape for name, tensor in encoder.state_dict().items()
+                                                   if not name.startswith("mlp_head.")})
+        encoder.load_state_dict(weights, strict=False)              # not strict: the head has no weights there
         return encoder
-
-    def _load_weights(self, weights, path):
-        state = self.state_dict()
-        for name in [name for name in state if not name.startswith("mlp_head.")]:
-            theirs = hugging_face_name(name)
-            if theirs not in weights:
-                raise ValueError(f"{path} lacks the weight {theirs}")
-            tensor = weights.pop(theirs)
-            if tensor.shape != state[name].shape:
-                raise ValueError(f"{path}: {theirs} has the shape {tuple(tensor.shape)}, "
-                                 f"config.json asks for {tuple(state[name].shape)}")
-            state[name] = tensor.float()
-        if weights:
-            raise ValueError(f"{path} holds a weight that BERT does not have: {min(weights)}")
-        self.load_state_dict(state)
-
-
-def hugging_face_name(name):
-    """The name that Hugging Face's BertModel gives to one of our weights."""
-    for ours, theirs in (("token_embedding", "embeddings.word_embeddings"),
-                         ("position_embedding", "embeddings.position_embeddings"),
-                         ("segment_embedding", "embeddings.token_type_embeddings"),
-                         ("embedding_norm", "embeddings.LayerNorm"), ("blocks.", "encoder.layer."),
-                         ("attention.query", "attention.self.query"), ("attention.key", "attention.self.key"),
-                         ("attention.value", "attention.self.value"), ("attention.output", "attention.output.dense"),
-                         ("attention_norm", "attention.output.LayerNorm"), ("ffn_in", "intermediate.dense"),
-                         ("ffn_out", "output.dense"), ("ffn_norm", "output.LayerNorm")):
-        name = name.replace(ours, theirs)
-    return name
-
-
-def read_weights(folder):
-    """A checkpoint's encoder weights by BertModel's names, and the path they came from; heads and buffers are left out."""
-    path = os.path.join(folder, "model.safetensors")
-    try:
-        if os.path.exists(path):
-            weights = load_file(path)
-        else:
-            path = os.path.join(folder, "pytorch_model.bin")
-            if not os.path.exists(path):
-                raise FileNotFoundError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
-            weights = torch.load(path, map_location="cpu", weights_only=True)       # never runs a pickle's code
-    except OSError:
-        raise
-    except Exception as error:      # safetensors, zipfile and pickle each have their own for a broken file
-        raise ValueError(f"{path} can't be read as weights, it may be damaged: {str(error).splitlines()[0]}") from None
-    renamed = {}
-    for name, tensor in weights.items():
-        name = name.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        if not name.startswith(("pooler.", "cls.")) and not name.endswith("position_ids"):
-            renamed[name] = tensor
-    return renamed, path
-
-
-def read_json(folder, name):
-    """The content of a JSON file of a checkpoint folder; raises FileNotFoundError or ValueError in one line."""
-    path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{folder} is no checkpoint: it has no {name}")
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-
-
-def saved_pooler(folder):
-    """The pooling a checkpoint was trained with ("cls" or "mean"), from sentence-transformers' file; "cls" without one."""
-    if not os.path.exists(os.path.join(folder, "1_Pooling", "config.json")):
-        return "cls"
-    pooling = read_json(folder, "1_Pooling/config.json")
-    modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on] or [pooling.get("pooling_mode")]
-    known = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "cls": "cls", "mean": "mean"}
-    if len(modes) != 1 or modes[0] not in known:
-        raise ValueError(f"{folder} pools by {modes}: only cls and mean are implemented here, name one with POOLER=")
-    return known[modes[0]]
-
-
-def download_checkpoint(name):
-    """Fetch a checkpoint from the Hugging Face Hub (or its cache) by its name; returns the local folder."""
-    import huggingface_hub as hub           # slow to import, and most runs need no Hub
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-    folder = weights = None
-    try:
-        for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "1_Pooling/config.json",
-                     "model.safetensors", "pytorch_model.bin"):
-            if file == "pytorch_model.bin" and weights:
-                continue
-            try:
-                path = hub.hf_hub_download(name, file, etag_timeout=10)
-            except LocalEntryNotFoundError:                 # no answer, and no copy in the cache
-                if folder is None:
-                    raise
-            except EntryNotFoundError:                      # the repository has no such file
-                continue
-            else:
-                folder = folder or os.path.dirname(path)
-                weights = file == "model.safetensors"
-    except HFValidationError:
-        raise FileNotFoundError(f"{name}: no such folder, and no name that a Hub repository can have") from None
-    except OSError as error:                                # every other error of the Hub's client
-        raise OSError(f"{name} is no local folder and could not be fetched from the Hub: "
-                      f"{str(error).strip().splitlines()[0]}") from None
-    if folder is None:
-        raise FileNotFoundError(f"{name} on the Hub is no checkpoint: it has no config.json")
-    return folder
-
-
-def write_atomically(path, content):
-    """Write bytes to a file so that it is either the old one or the new one, whole, whatever happens meanwhile."""
-    temporary = path + ".tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        raise
-
-
-# ---------------------------------------------------------------------------- the tokenizer
-
-SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-def wordpiece_tokenizer(vocab, lowercase=True):
-    """BERT's WordPiece tokenizer over a vocabulary (a dict from token to id, or None where it is still to be trained)."""
-    tokenizer = Tokenizer(models.WordPiece(vocab or {}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    if vocab:
-        missing = [token for token in SPECIAL_TOKENS if token not in vocab]
-        if missing:
-            raise ValueError(f"the vocabulary lacks {', '.join(missing)}")
-        tokenizer.add_special_tokens(SPECIAL_TOKENS)
-        tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"]))
-    return tokenizer
-
-
-def train_tokenizer(sentences, vocab_size):
-    """Learn a lower-cased WordPiece vocabulary of at most vocab_size tokens from an iterable of strings."""
-    tokenizer = wordpiece_tokenizer(None)
-    tokenizer.train_from_iterator(sentences, trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False))
-    return wordpiece_tokenizer(tokenizer.get_vocab())
-
-
-def load_tokenizer(folder):
-    """A checkpoint's tokenizer, from tokenizer.json or else vocab.txt; padding and truncation are left to us."""
-    path = os.path.join(folder, "tokenizer.json")
-    if os.path.exists(path):
-        try:
-            tokenizer = Tokenizer.from_file(path)
-        except Exception as error:          # the library raises bare Exceptions
-            raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
-    path = os.path.join(folder, "vocab.txt")
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{folder} has neither tokenizer.json nor vocab.txt")
-    lowercase = True
-    if os.path.exists(os.path.join(folder, "tokenizer_config.json")):
-        lowercase = read_json(folder, "tokenizer_config.json").get("do_lower_case", True)
-    with open(path, encoding="utf-8") as file:
-        vocab = {token.rstrip("\n"): i for i, token in enumerate(file)}
-    return wordpiece_tokenizer(vocab, lowercase)

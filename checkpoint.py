@@ -1,0 +1,250 @@
+"""Checkpoints on disk: BERT's weights, shape and tokenizer in the Hugging Face layout, from a folder or from the Hub."""
+
+import json
+import os
+
+import torch
+from safetensors.torch import load_file, save as to_safetensors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+# what our arguments are called in config.json
+SHAPE = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+         "n_inner": "intermediate_size", "n_positions": "max_position_embeddings", "vocab_size": "vocab_size",
+         "n_segments": "type_vocab_size", "dropout": "hidden_dropout_prob", "eps": "layer_norm_eps"}
+SHAPE_DEFAULTS = {"n_segments": 2, "dropout": 0.1, "eps": 1e-12}
+# what our modules are called in BertModel, in the order of replacement
+NAMES = {"token_embedding": "embeddings.word_embeddings", "position_embedding": "embeddings.position_embeddings",
+         "segment_embedding": "embeddings.token_type_embeddings", "embedding_norm": "embeddings.LayerNorm",
+         "blocks.": "encoder.layer.", "attention.query": "attention.self.query", "attention.key": "attention.self.key",
+         "attention.value": "attention.self.value", "attention.output": "attention.output.dense",
+         "attention_norm": "attention.output.LayerNorm", "ffn_in": "intermediate.dense", "ffn_out": "output.dense",
+         "ffn_norm": "output.LayerNorm"}
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def hugging_face_name(name):
+    """The name that Hugging Face's BertModel gives to one of our weights."""
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+# ---------------------------------------------------------------------------- save
+
+def write_atomically(path, content):
+    """Write bytes to a file so that it is either the old one or the new one, whole, whatever happens meanwhile."""
+    temporary = path + ".tmp"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
+def write_json(path, content):
+    """Write an object as JSON, in one step."""
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def save(folder, weights, shape, tokenizer, pooler, head=None):
+    """Write a checkpoint folder that transformers and sentence-transformers load as it is.
+
+    weights: tensors by our names; shape: the arguments of SimCSEEncoder by our names; pooler: "cls" or "mean";
+    head: masked-language-model weights by BertForMaskedLM's names, which make the folder one of those.
+    Every file is replaced in one step; a disk that fills up leaves the weights that were there.
+    """
+    os.makedirs(os.path.join(folder, "1_Pooling"), exist_ok=True)
+    vocab = tokenizer.get_vocab()
+    lowercase = (json.loads(tokenizer.to_str())["normalizer"] or {}).get("lowercase", False)
+    module = "sentence_transformers.models."
+    write_json(os.path.join(folder, "config.json"), {
+        "model_type": "bert", "architectures": ["BertForMaskedLM" if head else "BertModel"], "hidden_act": "gelu",
+        **{theirs: shape[ours] for ours, theirs in SHAPE.items()}, "attention_probs_dropout_prob": shape["dropout"],
+        "pad_token_id": tokenizer.token_to_id("[PAD]")})
+    write_json(os.path.join(folder, "tokenizer_config.json"), {
+        "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase, "model_max_length": shape["n_positions"],
+        **{token.strip("[]").lower() + "_token": token for token in SPECIAL_TOKENS}})
+    write_json(os.path.join(folder, "modules.json"), [
+        {"idx": 0, "name": "0", "path": "", "type": module + "Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": module + "Pooling"}])
+    write_json(os.path.join(folder, "sentence_bert_config.json"),
+               {"max_seq_length": shape["n_positions"], "do_lower_case": False})
+    write_json(os.path.join(folder, "1_Pooling", "config.json"), {
+        "word_embedding_dimension": shape["n_embd"], "pooling_mode_cls_token": pooler == "cls",
+        "pooling_mode_mean_tokens": pooler == "mean"})
+    write_atomically(os.path.join(folder, "tokenizer.json"), tokenizer.to_str().encode())
+    write_atomically(os.path.join(folder, "vocab.txt"), "".join(f"{t}\n" for t in sorted(vocab, key=vocab.get)).encode())
+    prefix = "bert." if head else ""
+    tensors = {prefix + hugging_face_name(name): tensor for name, tensor in weights.items()} | (head or {})
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(os.path.join(folder, "model.safetensors"), to_safetensors(tensors, metadata={"format": "pt"}))
+
+
+# ---------------------------------------------------------------------------- load
+
+def read_json(folder, name):
+    """The content of a JSON file of a checkpoint folder; raises FileNotFoundError or ValueError in one line."""
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{folder} is no checkpoint: it has no {name}")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def find(folder_or_hub_name):
+    """The local folder of a checkpoint, fetched from the Hugging Face Hub where the name is no folder."""
+    if os.path.isdir(folder_or_hub_name):
+        return folder_or_hub_name
+    from huggingface_hub import errors, hf_hub_download         # slow to import, and most runs need no Hub
+    folder = None
+    try:
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "1_Pooling/config.json",
+                     "model.safetensors", "pytorch_model.bin"):
+            try:
+                path = hf_hub_download(folder_or_hub_name, name, etag_timeout=10)
+            except errors.LocalEntryNotFoundError:              # no answer from the Hub, and no copy in the cache
+                if folder is None:
+                    raise
+            except errors.EntryNotFoundError:                   # the repository has no such file
+                pass
+            else:
+                folder = folder or os.path.dirname(path)
+                if name == "model.safetensors":
+                    break
+    except errors.HFValidationError:
+        raise FileNotFoundError(f"{folder_or_hub_name}: no such folder, nor a name that the Hub could have") from None
+    except OSError as error:                                    # what the Hub's client raises for all else
+        raise OSError(f"{folder_or_hub_name} is no folder and can't be fetched from the Hub: "
+                      f"{str(error).strip().splitlines()[0]}") from None
+    if folder is None:
+        raise FileNotFoundError(f"{folder_or_hub_name} on the Hub has no config.json: it is no checkpoint")
+    return folder
+
+
+def load_shape(folder):
+    """The arguments of SimCSEEncoder that a checkpoint's config.json names; raises ValueError where it is not our BERT."""
+    config = read_json(folder, "config.json")
+    kind = config.get("model_type", "bert")                     # the oldest BERT checkpoints don't say
+    if kind != "bert":
+        raise ValueError(f"{folder} holds a {kind} model: only BERT is implemented here")
+    for key, known in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+        if config.get(key, known) != known:
+            raise ValueError(f"{folder}: {key} is {config[key]!r}, only {known!r} is implemented here")
+    shape = {ours: config.get(theirs, SHAPE_DEFAULTS.get(ours)) for ours, theirs in SHAPE.items()}
+    missing = [SHAPE[ours] for ours, value in shape.items() if not isinstance(value, (int, float))]
+    if missing:
+        raise ValueError(f"{os.path.join(folder, 'config.json')} gives no number for {', '.join(missing)}")
+    return shape
+
+
+def load_pooler(folder):
+    """The pooling ("cls" or "mean") that sentence-transformers' file names; "cls", the paper's, where there is none."""
+    if not os.path.exists(os.path.join(folder, "1_Pooling", "config.json")):
+        return "cls"
+    pooling = read_json(folder, os.path.join("1_Pooling", "config.json"))
+    modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on is True]
+    modes = modes or [pooling.get("pooling_mode")]
+    known = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "cls": "cls", "mean": "mean"}
+    if len(modes) != 1 or modes[0] not in known:
+        raise ValueError(f"{folder} pools by {modes}: only cls and mean are implemented here, choose one with POOLER=")
+    return known[modes[0]]
+
+
+def load_weights(folder, shapes):
+    """The encoder's weights by our names, float32, from model.safetensors or else pytorch_model.bin (never as code).
+
+    shapes: the shape that each weight must have, by our names. Reads names with and without the prefix bert., gamma/beta
+    as well as weight/bias; leaves out BERT's pooler, its pre-training heads and position_ids. Raises ValueError, naming
+    the weight, where one is missing, has another shape, or is none of BERT's.
+    """
+    path = os.path.join(folder, "model.safetensors")
+    try:
+        if os.path.exists(path):
+            stored = load_file(path)
+        else:
+            path = os.path.join(folder, "pytorch_model.bin")
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:      # safetensors, zipfile and pickle each raise their own for a damaged file
+        raise ValueError(f"{path} can't be read as weights: {str(error).splitlines()[0]}") from None
+    theirs = {}
+    for name, tensor in stored.items():
+        name = name.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        if not name.startswith(("pooler.", "cls.")) and not name.endswith("position_ids"):
+            theirs[name] = tensor
+    weights = {}
+    for name, shape in shapes.items():
+        their_name = hugging_face_name(name)
+        if their_name not in theirs:
+            raise ValueError(f"{path} lacks the weight {their_name}")
+        weights[name] = theirs.pop(their_name).float()
+        if weights[name].shape != shape:
+            raise ValueError(f"{path}: {their_name} has the shape {tuple(weights[name].shape)}, "
+                             f"config.json asks for {tuple(shape)}")
+    if theirs:
+        raise ValueError(f"{path} holds a weight that BERT does not have: {min(theirs)}")
+    return weights
+
+
+# ---------------------------------------------------------------------------- the tokenizer
+
+def wordpiece_tokenizer(vocab=None, lowercase=True):
+    """BERT's WordPiece tokenizer over a vocabulary (token to id); without one, ready to be trained."""
+    tokenizer = Tokenizer(models.WordPiece(vocab or {}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    if vocab is not None:
+        missing = [token for token in SPECIAL_TOKENS if token not in vocab]
+        if missing:
+            raise ValueError(f"the vocabulary lacks {', '.join(missing)}")
+        tokenizer.add_special_tokens(SPECIAL_TOKENS)
+        tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"]))
+    return tokenizer
+
+
+def train_tokenizer(sentences, vocab_size):
+    """Learn a lower-cased WordPiece vocabulary of at most vocab_size tokens from an iterable of strings."""
+    tokenizer = wordpiece_tokenizer()
+    tokenizer.train_from_iterator(sentences, trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False))
+    return wordpiece_tokenizer(tokenizer.get_vocab())
+
+
+def load_tokenizer(folder, vocab_size=None):
+    """A checkpoint's tokenizer, from tokenizer.json or else vocab.txt; padding and truncation are the encoder's to do.
+
+    vocab_size: rows of the token embedding, which the vocabulary must fill but for a rounding up. Raises ValueError.
+    """
+    path = os.path.join(folder, "tokenizer.json")
+    if os.path.exists(path):
+        try:
+            tokenizer = Tokenizer.from_file(path)
+        except Exception as error:      # the library raises bare Exceptions
+            raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    else:
+        path = os.path.join(folder, "vocab.txt")
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{folder} has neither tokenizer.json nor vocab.txt")
+        lowercase = True
+        if os.path.exists(os.path.join(folder, "tokenizer_config.json")):
+            lowercase = read_json(folder, "tokenizer_config.json").get("do_lower_case", True)
+        with open(path, encoding="utf-8") as file:
+            tokenizer = wordpiece_tokenizer({token.rstrip("\n"): i for i, token in enumerate(file)}, lowercase)
+    if vocab_size and not 0 <= vocab_size - tokenizer.get_vocab_size() < 128:
+        raise ValueError(f"{path} has {tokenizer.get_vocab_size()} tokens, the weights have {vocab_size}: "
+                         "they do not belong together")
+    return tokenizer
