@@ -19,6 +19,8 @@ NAMES = {"token_embedding": "embeddings.word_embeddings", "position_embedding": 
          "attention.value": "attention.self.value", "attention.output": "attention.output.dense",
          "attention_norm": "attention.output.LayerNorm", "ffn_in": "intermediate.dense", "ffn_out": "output.dense",
          "ffn_norm": "output.LayerNorm"}
+FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "1_Pooling/config.json",
+         "model.safetensors", "pytorch_model.bin"]
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -100,33 +102,39 @@ def read_json(folder, name):
 
 
 def find(folder_or_hub_name):
-    """The local folder of a checkpoint, fetched from the Hugging Face Hub where the name is no folder."""
+    """The local folder of a checkpoint, fetched from the Hugging Face Hub, or its cache, where the name is no folder.
+
+    Raises OSError in one line: no such folder, no such repository, or the Hub not answering within 10 seconds.
+    """
     if os.path.isdir(folder_or_hub_name):
         return folder_or_hub_name
-    from huggingface_hub import errors, hf_hub_download         # slow to import, and most runs need no Hub
-    folder = None
+    from huggingface_hub import HfApi, errors, snapshot_download        # slow to import, and most runs need no Hub
     try:
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "1_Pooling/config.json",
-                     "model.safetensors", "pytorch_model.bin"):
-            try:
-                path = hf_hub_download(folder_or_hub_name, name, etag_timeout=10)
-            except errors.LocalEntryNotFoundError:              # no answer from the Hub, and no copy in the cache
-                if folder is None:
-                    raise
-            except errors.EntryNotFoundError:                   # the repository has no such file
-                pass
-            else:
-                folder = folder or os.path.dirname(path)
-                if name == "model.safetensors":
-                    break
+        files = [entry.rfilename for entry in HfApi().model_info(folder_or_hub_name, timeout=10).siblings]
+        wanted = [name for name in files if name in FILES]
+        if "config.json" not in wanted:
+            raise FileNotFoundError(f"{folder_or_hub_name} on the Hub has no config.json: it is no checkpoint")
+        if "model.safetensors" in wanted:
+            wanted = [name for name in wanted if name != "pytorch_model.bin"]
+        return snapshot_download(folder_or_hub_name, allow_patterns=wanted, etag_timeout=10)
     except errors.HFValidationError:
         raise FileNotFoundError(f"{folder_or_hub_name}: no such folder, nor a name that the Hub could have") from None
-    except OSError as error:                                    # what the Hub's client raises for all else
-        raise OSError(f"{folder_or_hub_name} is no folder and can't be fetched from the Hub: "
-                      f"{str(error).strip().splitlines()[0]}") from None
-    if folder is None:
-        raise FileNotFoundError(f"{folder_or_hub_name} on the Hub has no config.json: it is no checkpoint")
-    return folder
+    except errors.RepositoryNotFoundError:
+        raise FileNotFoundError(f"{folder_or_hub_name}: no such folder, and no such model on the Hub, "
+                                "or a private one (then log in with: hf auth login)") from None
+    except FileNotFoundError:
+        raise
+    except Exception as error:              # unreachable, too slow, refusing, cut off: the cache may still have it
+        try:
+            return snapshot_download(folder_or_hub_name, local_files_only=True)
+        except Exception:
+            raise OSError(f"{folder_or_hub_name} is no folder, and the Hub can't give it: {first_line(error)}; "
+                          "try again later, set HF_ENDPOINT to a mirror, or name a local folder") from None
+
+
+def first_line(error):
+    """What an error says, in one line, its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_shape(folder):
@@ -177,7 +185,7 @@ def load_weights(folder, shapes):
     except OSError:
         raise
     except Exception as error:      # safetensors, zipfile and pickle each raise their own for a damaged file
-        raise ValueError(f"{path} can't be read as weights: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path} can't be read as weights: {first_line(error)}") from None
     theirs = {}
     for name, tensor in stored.items():
         name = name.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
@@ -232,7 +240,7 @@ def load_tokenizer(folder, vocab_size=None):
         try:
             tokenizer = Tokenizer.from_file(path)
         except Exception as error:      # the library raises bare Exceptions
-            raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
+            raise ValueError(f"{path} can't be read as a tokenizer: {first_line(error)}") from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
     else:

@@ -20,7 +20,7 @@ VOCAB_SIZE = 8192        # WordPiece vocabulary learned from the corpus
 
 # Method (train.py)
 INIT = "random"          # starting encoder: a checkpoint folder, a Hub name, or random
-POOLER = "cls"           # sentence embedding: cls (the paper's) or mean; evaluate.py: "" = as the checkpoint says
+POOLER = "cls"           # sentence embedding: cls (the paper's) or mean; a checkpoint remembers its own
 USE_MLP_HEAD = True      # train through a one-layer tanh MLP that evaluation leaves out (paper, section 3)
 DROPOUT = 0.1            # rate of every dropout in the encoder: the only augmentation (paper, table 3)
 FIXED_MASK = False       # True: both views share one dropout mask, the paper's "Fixed 0.1" (table 3)
@@ -58,11 +58,13 @@ RULES = [
     ("a number of at least 0", lambda v: 0 <= v < math.inf, ["WEIGHT_DECAY"]),
     ("a number from 0 to 1", lambda v: 0 <= v <= 1, ["WARMUP_RATIO"]),
     ("a number of at least 0 and below 1", lambda v: 0 <= v < 1, ["DROPOUT"]),
-    ("cls or mean", lambda v: v in ("cls", "mean", ""), ["POOLER"]),
+    ("cls or mean", lambda v: v in ("cls", "mean"), ["POOLER"]),
     ("validation or test", lambda v: v in ("validation", "test"), ["SPLIT"]),
     ("a folder name without / or \\", lambda v: not re.search(r"[/\\\0]|^\.", v), ["RUN_NAME"]),
     ("set", lambda v: v != "", ["CORPUS", "STSB", "INIT", "DEVICE"]),
 ]
+
+overridden = set()       # the knobs that the shell has set
 
 DEFAULTS = {name: value for name, value in globals().items() if name.isupper() and name != "RULES"}
 
@@ -104,6 +106,7 @@ def override(arguments):
             near = difflib.get_close_matches(name.upper(), DEFAULTS, n=1, cutoff=0.5)
             raise ValueError(f"unknown knob {name!r}" + (f": did you mean {near[0]}?" if near else "; --help lists them"))
         globals()[name] = parse(name, text)
+        overridden.add(name)
     check()
 
 

@@ -1,0 +1,164 @@
+"""The STS-B protocol of the paper: dropout off, MLP head off, cosine similarity, Spearman correlation."""
+
+import csv
+import json
+import math
+import os
+import re
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.stats import spearmanr
+
+import config
+from model import SimCSEEncoder, alignment_and_uniformity
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+DATA = os.path.join(HERE, "data")
+CHECKPOINTS = os.path.join(HERE, "checkpoints")
+
+
+def pick_device(name=None):
+    """The torch device of a name; "auto" takes cuda, else mps, else cpu. Raises ValueError for one that isn't there."""
+    name = name or config.DEVICE
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"DEVICE={name} can't be used: {str(error).splitlines()[0]}") from None
+
+
+def load_sts_b(split="validation"):
+    """The sentence pairs of a split and their scores, as download_data.py wrote them.
+
+    Returns two lists of N strings and a float array (N,) of human scores from 0 to 5.
+    Raises FileNotFoundError where the split was not fetched, ValueError where its scores can't be ranked.
+    """
+    path = os.path.join(DATA, "stsb", f"{split}.csv")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no {path}: run python download_data.py first")
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = [(row["sentence1"], row["sentence2"], float(row["score"])) for row in csv.DictReader(file)]
+    sentences1, sentences2, scores = zip(*rows) if rows else ((), (), ())
+    if len(set(scores)) < 2:
+        raise ValueError(f"{path} holds {len(rows)} pairs and no two different scores: there is nothing to rank")
+    return list(sentences1), list(sentences2), np.array(scores)
+
+
+def stsb_name():
+    """What data/stsb holds, for every line that prints a score: STS-B, or the sample that is no benchmark."""
+    try:
+        with open(os.path.join(DATA, "sources.json"), encoding="utf-8") as file:
+            return "sample, no benchmark" if json.load(file)["stsb"]["sample"] else "STS-B"
+    except FileNotFoundError:
+        return "data/stsb"
+
+
+@torch.no_grad()
+def encode_sentences(encoder, sentences, device=None, batch_size=128):
+    """Embeddings of sentences in the order given, dropout off, MLP head off; the encoder's mode is put back afterwards.
+
+    device: default is where the encoder is. Returns a float32 numpy array (N, n_embd).
+    """
+    was_training = encoder.training
+    encoder.eval()
+    if device is not None:
+        encoder.to(device)
+    device = encoder.token_embedding.weight.device
+    idx, attention_mask = encoder.tokenize(sentences)
+    lengths = attention_mask.sum(1)
+    embeddings = torch.empty(len(sentences), encoder.token_embedding.embedding_dim)
+    for rows in lengths.argsort(stable=True).split(batch_size):        # sentences of one length waste no padding
+        if len(rows):
+            T = lengths[rows].max()
+            embeddings[rows] = encoder.encode(idx[rows, :T].to(device), attention_mask[rows, :T].to(device)).float().cpu()
+    encoder.train(was_training)
+    return embeddings.numpy()
+
+
+def measure(encoder, split="validation", device=None):
+    """STS-B as the paper measures it: Spearman x 100, alignment over the pairs scored above 4, uniformity over all sentences.
+
+    Returns a dict of floats: spearman (nan where all cosines are equal), alignment (nan without such pairs), uniformity.
+    Source: SimCSE, sections 3 and 6; alpha = 2, t = 2.
+    """
+    sentences1, sentences2, scores = load_sts_b(split)
+    z1, z2 = torch.from_numpy(encode_sentences(encoder, sentences1 + sentences2, device)).chunk(2)      # (N, C) each
+    cosine = F.cosine_similarity(z1, z2)
+    close = torch.from_numpy(scores > 4)
+    alignment, _ = alignment_and_uniformity(z1[close], z2[close])
+    _, uniformity = alignment_and_uniformity(z1, z2)
+    return {"spearman": spearman(cosine.numpy(), scores), "alignment": alignment, "uniformity": uniformity}
+
+
+def evaluate_stsb(encoder, split="validation", device=None):
+    """Spearman correlation x 100 between the cosines of the embeddings and the human scores of a split."""
+    return measure(encoder, split, device)["spearman"]
+
+
+def spearman(predicted, scores):
+    """Spearman's rank correlation x 100; nan where either side is constant."""
+    if np.ptp(predicted) == 0 or np.ptp(scores) == 0:
+        return math.nan
+    return float(spearmanr(predicted, scores).statistic) * 100
+
+
+def bag_of_words(sentences1, sentences2, tf_idf=False):
+    """The floor: cosine of the pairs' word counts (lower-cased), or of tf-idf weights over these same sentences. Array (N,)."""
+    bags = [Counter(re.findall(r"\w+", sentence.lower())) for sentence in sentences1 + sentences2]
+    if tf_idf:
+        df = Counter(word for bag in bags for word in bag)
+        bags = [{word: n * math.log(len(bags) / df[word]) for word, n in bag.items()} for bag in bags]
+    norms = [math.sqrt(sum(weight ** 2 for weight in bag.values())) or 1.0 for bag in bags]
+    n = len(sentences1)
+    return np.array([sum(weight * bags[n + i].get(word, 0) for word, weight in bags[i].items()) / norms[i] / norms[n + i]
+                     for i in range(n)])
+
+
+def newest_run():
+    """The run folder that was written last; raises FileNotFoundError where there is none."""
+    runs = [entry.path for entry in os.scandir(CHECKPOINTS) if os.path.exists(os.path.join(entry.path, "run.json"))
+            and os.path.exists(os.path.join(entry.path, "model.safetensors"))] if os.path.isdir(CHECKPOINTS) else []
+    if not runs:
+        raise FileNotFoundError(f"there is no run in {CHECKPOINTS}: train one with python train.py, or name a CHECKPOINT=")
+    return max(runs, key=lambda run: os.path.getmtime(os.path.join(run, "run.json")))
+
+
+def print_table(rows):
+    """Print rows of (encoder, pooler, Spearman, alignment, uniformity), numbers or None, each with the name of its data."""
+    def number(value, digits):
+        return "" if value is None else "undefined" if math.isnan(value) else f"{value:.{digits}f}"
+    table = [("encoder", "pooler", "data", "Spearman", "alignment", "uniformity")]
+    table += [(encoder, pooler, f"{stsb_name()}, {config.SPLIT}", number(score, 2), number(alignment, 3), number(uniformity, 3))
+              for encoder, pooler, score, alignment, uniformity in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(6)]
+    for row in table:
+        print("  ".join(cell.ljust(width) if column < 3 else cell.rjust(width)
+                        for column, (cell, width) in enumerate(zip(row, widths))).rstrip())
+
+
+def main():
+    device = pick_device()
+    if config.CHECKPOINT:
+        names = {config.CHECKPOINT: config.CHECKPOINT}
+    else:
+        run = newest_run()
+        with open(os.path.join(run, "run.json"), encoding="utf-8") as file:
+            init = json.load(file)["settings"]["INIT"]
+        names = {f"start: {init}": os.path.join(run, "start") if init == "random" else init, os.path.relpath(run): run}
+    sentences1, sentences2, scores = load_sts_b(config.SPLIT)
+    rows = []
+    pooler = config.POOLER if "POOLER" in config.overridden else SimCSEEncoder.from_pretrained(list(names.values())[-1]).pooler
+    for name, folder in names.items():
+        result = measure(SimCSEEncoder.from_pretrained(folder, pooler=pooler), config.SPLIT, device)
+        rows.append((name, pooler, result["spearman"], result["alignment"], result["uniformity"]))
+    for name, tf_idf in (("bag of words", False), ("TF-IDF", True)):
+        rows.append((name, "", spearman(bag_of_words(sentences1, sentences2, tf_idf), scores), None, None))
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    config.run(main, __file__)
