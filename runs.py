@@ -1,0 +1,137 @@
+"""Run folders: where a training run keeps its settings, metrics, curves, and what it needs to go on after a stop."""
+
+import csv
+import io
+import json
+import os
+import platform
+import re
+import shutil
+
+import matplotlib
+import numpy
+import tokenizers
+import torch
+from safetensors.torch import load_file, save as to_safetensors
+
+import config
+from checkpoint import write_atomically, write_json
+
+matplotlib.use("Agg")       # files only: a run needs no screen
+import matplotlib.pyplot as plt                                     # noqa: E402
+
+CHECKPOINTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checkpoints")
+NOT_TRAINING = {"CORPUS", "STSB", "DEVICE", "RUN_NAME", "OVERWRITE", "RESUME", "CHECKPOINT", "SPLIT"}
+
+
+def training_settings():
+    """The knobs on which the outcome of a run depends, as a dict."""
+    return {name: value for name, value in config.settings().items() if name not in NOT_TRAINING}
+
+
+def run_folder():
+    """The folder of this run under checkpoints/, named by RUN_NAME or after the settings that differ from the defaults."""
+    changed = [f"{name}={value}" for name, value in training_settings().items() if value != config.DEFAULTS[name]]
+    return os.path.join(CHECKPOINTS, config.RUN_NAME or re.sub(r"[^\w=.+-]+", "_", "-".join(["simcse"] + changed))[:200])
+
+
+def read_run(folder):
+    """What run.json of a run folder says, as a dict."""
+    with open(os.path.join(folder, "run.json"), encoding="utf-8") as file:
+        return json.load(file)
+
+
+def open_run(folder, corpus):
+    """Make the folder of a new run, or see whether a stopped one can go on. Returns whether it has a state to go on from.
+
+    corpus: a fingerprint of the training data, written to run.json with the settings and the versions.
+    Raises ValueError where the folder is taken and neither RESUME nor OVERWRITE says what to do with it.
+    """
+    name, settings = os.path.basename(folder), training_settings()
+    if os.path.exists(os.path.join(folder, "run.json")):
+        run = read_run(folder)
+        if config.RESUME:
+            if run["finished"]:
+                raise ValueError(f"{name} is finished: there is nothing to resume")
+            was, now = run["settings"] | {"corpus": run["corpus"]}, settings | {"corpus": corpus}
+            for knob in now:
+                if was.get(knob) != now[knob]:
+                    raise ValueError(f"{name} was begun with {knob}={was.get(knob)!r}, now it is {now[knob]!r}")
+            if os.path.exists(os.path.join(folder, "state.safetensors")):
+                return True
+        elif not config.OVERWRITE:
+            raise ValueError(f"{name} is there already, " + ("finished: " if run["finished"] else
+                             "unfinished: go on with RESUME=True, ") + "name another with RUN_NAME=, or replace it with OVERWRITE=True")
+        shutil.rmtree(folder)
+    elif os.path.isdir(folder) and os.listdir(folder):
+        raise ValueError(f"{folder} is there and is no run of train.py: choose another RUN_NAME")
+    elif config.RESUME:
+        raise ValueError(f"there is no run {name} to resume")
+    os.makedirs(folder, exist_ok=True)
+    versions = {module.__name__: module.__version__ for module in (torch, tokenizers, numpy)}
+    write_json(os.path.join(folder, "run.json"), {
+        "settings": settings, "corpus": corpus, "finished": False, "seconds": 0.0,
+        "versions": {"python": platform.python_version()} | versions,
+        "platform": platform.platform(), "threads": torch.get_num_threads()})
+    return False
+
+
+def update_run(folder, **news):
+    """Add to run.json."""
+    write_json(os.path.join(folder, "run.json"), read_run(folder) | news)
+
+
+def random_source(device):
+    """The module whose get_rng_state and set_rng_state govern the dropout masks on a device."""
+    return torch if device.type == "cpu" else torch.get_device_module(device)
+
+
+def save_state(folder, encoder, optimizer, step, device):
+    """Write all that the rest of a run depends on into state.safetensors, in one step."""
+    tensors = {f"encoder.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    for i, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{i}.{key}": tensor for key, tensor in moments.items()}
+    tensors |= {"random": random_source(device).get_rng_state(), "step": torch.tensor(step)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(os.path.join(folder, "state.safetensors"), to_safetensors(tensors))
+
+
+def load_state(folder, encoder, optimizer, device):
+    """Put the state of save_state back; returns the step it was saved after."""
+    tensors = load_file(os.path.join(folder, "state.safetensors"))
+    encoder.load_state_dict({name.removeprefix("encoder."): tensor for name, tensor in tensors.items()
+                             if name.startswith("encoder.")})
+    moments = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, i, key = name.split(".")
+            moments.setdefault(int(i), {})[key] = tensor
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    random_source(device).set_rng_state(tensors["random"])
+    return int(tensors["step"])
+
+
+def write_metrics(folder, rows, titles):
+    """Write rows (dicts with a "step") to metrics.csv, and draw one curve a title (column name to title) into curves.png."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(os.path.join(folder, "metrics.csv"), text.getvalue().encode())
+    figure, axes = plt.subplots(1, len(titles), figsize=(4 * len(titles), 3.5), layout="constrained")
+    for axis, (column, title) in zip(axes, titles.items()):
+        points = [(row["step"], row[column]) for row in rows if row[column] is not None]
+        axis.plot([step for step, _ in points], [value for _, value in points], marker=".")
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=100)
+    plt.close(figure)
+    write_atomically(os.path.join(folder, "curves.png"), image.getvalue())
+
+
+def read_metrics(folder, last_step):
+    """The rows of metrics.csv up to a step, numbers as numbers and empty cells as None."""
+    with open(os.path.join(folder, "metrics.csv"), encoding="utf-8", newline="") as file:
+        rows = [{key: float(value) if value else None for key, value in row.items()} for row in csv.DictReader(file)]
+    return [row | {"step": int(row["step"])} for row in rows if row["step"] <= last_step]

@@ -1,0 +1,162 @@
+"""Unsupervised SimCSE: every sentence goes through the encoder twice, and its two embeddings must find each other."""
+
+import hashlib
+import math
+import os
+import time
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import config
+from checkpoint import train_tokenizer
+from evaluate import DATA, measure, pick_device, stsb_name
+from model import SimCSEEncoder, simcse_loss
+from runs import (load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state, update_run,
+                  write_metrics)
+
+
+def load_sentences():
+    """The first MAX_SENTENCES sentences of data/sentences.txt, which is shuffled; raises FileNotFoundError without it."""
+    path = os.path.join(DATA, "sentences.txt")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no {path}: run python download_data.py first")
+    with open(path, encoding="utf-8") as file:
+        return [line.strip() for line in file if line.strip()][:config.MAX_SENTENCES]
+
+
+def starting_encoder(sentences):
+    """The encoder that INIT names; with INIT=random an untrained one, its vocabulary learned from the sentences."""
+    torch.manual_seed(config.SEED)
+    if config.INIT != "random":
+        return SimCSEEncoder.from_pretrained(config.INIT, pooler=config.POOLER, dropout=config.DROPOUT)
+    return SimCSEEncoder(train_tokenizer(sentences, config.VOCAB_SIZE), config.N_LAYER, config.N_EMBD, config.N_HEAD,
+                         n_positions=config.N_POSITIONS, dropout=config.DROPOUT, pooler=config.POOLER)
+
+
+def tokenize_corpus(encoder, sentences):
+    """Token ids (N, T) and attention mask (N, T) of the corpus, less the rows that truncation or lower-casing made equal.
+
+    Two equal rows in one batch would be each other's negatives. Raises ValueError where less than a batch is left.
+    """
+    idx, attention_mask = encoder.tokenize(sentences, config.MAX_SEQ_LEN)
+    _, first = np.unique(idx.numpy(), axis=0, return_index=True)
+    kept = torch.from_numpy(np.sort(first))
+    if len(kept) < config.BATCH_SIZE:
+        raise ValueError(f"BATCH_SIZE={config.BATCH_SIZE} is more than the corpus has different sentences: {len(kept)}")
+    return idx[kept], attention_mask[kept]
+
+
+def batches(n):
+    """The rows of every batch of every epoch, each epoch in an order of its own; a batch that is not full is dropped."""
+    for epoch in range(config.EPOCHS):
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(config.SEED + epoch))
+        yield from (rows for rows in order.split(config.BATCH_SIZE) if len(rows) == config.BATCH_SIZE)
+
+
+def learning_rate(step, steps):
+    """The rate of step 1, 2, ... steps: a linear climb over WARMUP_RATIO of them, then a linear fall towards 0."""
+    warmup = round(config.WARMUP_RATIO * steps)
+    if step <= warmup:
+        return config.LEARNING_RATE * step / warmup
+    return config.LEARNING_RATE * (steps + 1 - step) / (steps + 1 - warmup)
+
+
+def make_optimizer(encoder):
+    """AdamW over the encoder and, if it is used, the head; weight decay on matrices only, as biases need no shrinking."""
+    parameters = [p for name, p in encoder.named_parameters() if config.USE_MLP_HEAD or not name.startswith("mlp_head.")]
+    return torch.optim.AdamW([{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.WEIGHT_DECAY},
+                              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}])
+
+
+def computes_in_bf16(device):
+    """Whether bfloat16 arithmetic is in the hardware; emulated, it is slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+
+
+def two_views(encoder, idx, attention_mask):
+    """The positive pairs of a batch: the same tokens (B, T), encoded twice under dropout. Returns z1, z2, (B, C) each."""
+    random = random_source(idx.device)
+    state = random.get_rng_state()
+    with torch.autocast(idx.device.type, dtype=torch.bfloat16, enabled=computes_in_bf16(idx.device)):
+        z1 = encoder.encode(idx, attention_mask, project=config.USE_MLP_HEAD)
+        if config.FIXED_MASK:
+            random.set_rng_state(state)             # the second pass draws the same masks again
+        z2 = encoder.encode(idx, attention_mask, project=config.USE_MLP_HEAD)
+    return z1.float(), z2.float()
+
+
+def main():
+    started, device, folder = time.time(), pick_device(), run_folder()
+    sentences = load_sentences()
+    encoder = starting_encoder(sentences).to(device)
+    idx, attention_mask = tokenize_corpus(encoder, sentences)
+    lengths = attention_mask.sum(1)
+    optimizer = make_optimizer(encoder)
+    steps = config.EPOCHS * (len(idx) // config.BATCH_SIZE)
+    print(f"{len(idx):,} sentences, {steps:,} steps of {config.BATCH_SIZE}, "
+          f"{sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
+          f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {os.path.relpath(folder)}")
+
+    done, rows, losses = 0, [], []
+    if open_run(folder, corpus=hashlib.sha256(idx.numpy().tobytes()).hexdigest()):
+        done = load_state(folder, encoder, optimizer, device)
+        rows = read_metrics(folder, done)
+    elif config.INIT == "random":
+        encoder.save_pretrained(os.path.join(folder, "start"))
+    before = read_run(folder)["seconds"]
+
+    def score(step):
+        """Measure on STS-B dev, keep the encoder if it is the best so far, and write down where the run stands."""
+        now = {"step": step, "epoch": step * config.EPOCHS / steps, "loss": sum(losses) / len(losses) if losses else None,
+               **measure(encoder, "validation")}
+        losses.clear()
+        best = max((row["spearman"] for row in rows[1:] if not math.isnan(row["spearman"])), default=-math.inf)
+        rows.append(now)
+        write_metrics(folder, rows, {"loss": "loss (nats)", "spearman": f"Spearman x 100 ({stsb_name()})",
+                                     "alignment": "alignment (lower is better)", "uniformity": "uniformity (lower is better)"})
+        if step and now["spearman"] > best:
+            encoder.save_pretrained(folder)
+        save_state(folder, encoder, optimizer, step, device)
+        update_run(folder, seconds=before + time.time() - started, last=now)
+        return now["spearman"]
+
+    spearman = score(0) if not rows else rows[-1]["spearman"]
+    print(f"{stsb_name()}, validation: {spearman:.2f} at step {done}")
+    with tqdm(total=steps, initial=done, unit="step") as bar:
+        for step, batch in enumerate(batches(len(idx)), start=1):
+            if step <= done:
+                continue
+            T = lengths[batch].max()                                # no longer than this batch needs
+            encoder.train()                                         # dropout on: it is the augmentation
+            z1, z2 = two_views(encoder, idx[batch, :T].to(device), attention_mask[batch, :T].to(device))
+            loss = simcse_loss(z1, z2, config.TEMPERATURE)
+            if not torch.isfinite(loss):
+                raise ValueError(f"the loss is {loss.item()} at step {step}, learning rate {learning_rate(step, steps):.2e}; "
+                                 f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}")
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(encoder.parameters(), config.GRAD_CLIP)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps)
+            optimizer.step()
+            losses.append(loss.item())
+            if step % config.EVAL_INTERVAL == 0 or step == steps:
+                spearman = score(step)
+            bar.update()
+            rate = (bar.n - bar.initial) / bar.format_dict["elapsed"] * config.BATCH_SIZE
+            bar.set_postfix_str(f"loss {losses[-1] if losses else loss.item():.4f}, STS {spearman:.2f}, {rate:.0f} sentences/s")
+
+    best = max(rows[1:], key=lambda row: -math.inf if math.isnan(row["spearman"]) else row["spearman"])
+    update_run(folder, finished=True, start=rows[0], best=best)
+    os.remove(os.path.join(folder, "state.safetensors"))
+    print(f"{stsb_name()}, validation: {rows[0]['spearman']:.2f} before, {best['spearman']:.2f} at best (step {best['step']}), "
+          f"{rows[-1]['spearman']:.2f} at the end; encoder, metrics.csv and curves.png in {os.path.relpath(folder)}")
+
+
+if __name__ == "__main__":
+    config.run(main, __file__)
