@@ -36,6 +36,25 @@ GRAD_CLIP = 1.0          # largest gradient norm; chapter
 MAX_SEQ_LEN = 32         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter
 EVAL_INTERVAL = 125      # steps between two STS-B scores; the best one is kept
 
+# Pre-training (pretrain.py)
+PRETRAIN_CORPUS = ""     # .txt or .txt.gz, a paragraph a line, a blank line between articles; "" = data/sentences.txt
+MLM_FOLDER = "checkpoints/mlm_encoder"  # where the encoder goes; what a stopped run needs lies beside it, in .run
+BLOCK_SIZE = 64          # tokens that a span of sentences may fill, [CLS] and [SEP] included
+SENTENCE_RATE = 0.5      # share of the spans that are one sentence, as SimCSE will see them; BERT shortens 0.1
+LONG_RATE = 0.05         # share of the spans that may fill all N_POSITIONS; BERT 0.1
+MASK_RATE = 0.25         # share of the tokens to be predicted; BERT 0.15
+MAX_TOKENS = 120_000_000  # tokens to train on; raised before the rate decays, a stopped run goes on longer
+TOKENS_PER_STEP = 2048   # tokens in a batch; BERT 128,000
+MLM_LEARNING_RATE = 1e-3  # AdamW's peak rate; BERT 1e-4, which is for a wider encoder and larger batches
+WARMUP_TOKENS = 400_000  # tokens over which the rate climbs
+DECAY_SHARE = 0.2        # last share of the tokens, over which the rate falls linearly to 0
+MLM_DROPOUT = 0.1        # rate of every dropout at the end of pre-training, and the checkpoint's own; BERT 0.1
+DROPOUT_SHARE = 0.33     # last share of the tokens for which dropout is on; BERT 1
+HELD_OUT = 50            # one article in so many is kept for validation
+VALIDATION_TOKENS = 100_000  # tokens of held-out articles in a validation
+VALIDATION_INTERVAL = 2_000_000  # tokens between two validations
+SAVE_MINUTES = 5.0       # minutes between two saves of what a stopped run needs
+
 # Runs
 SEED = 42                # every random choice follows from it
 DEVICE = "auto"          # auto (cuda, else mps, else cpu) or a torch device such as cpu or cuda:1
@@ -49,19 +68,23 @@ SPLIT = "validation"     # validation or test
 
 RULES = [
     ("a whole number of at least 1", lambda v: v >= 1,
-     ["MAX_SENTENCES", "N_LAYER", "N_EMBD", "N_HEAD", "EPOCHS", "EVAL_INTERVAL"]),
+     ["MAX_SENTENCES", "N_LAYER", "N_EMBD", "N_HEAD", "EPOCHS", "EVAL_INTERVAL", "MAX_TOKENS",
+      "TOKENS_PER_STEP", "VALIDATION_TOKENS", "VALIDATION_INTERVAL"]),
     ("a whole number of at least 2 (one sentence has no negatives)", lambda v: v >= 2, ["BATCH_SIZE"]),
-    ("a whole number of at least 3 ([CLS], a token, [SEP])", lambda v: v >= 3, ["MAX_SEQ_LEN", "N_POSITIONS"]),
+    ("a whole number of at least 3 ([CLS], a token, [SEP])", lambda v: v >= 3, ["MAX_SEQ_LEN", "N_POSITIONS", "BLOCK_SIZE"]),
+    ("a whole number of at least 2", lambda v: v >= 2, ["HELD_OUT"]),
     ("a whole number of at least 100", lambda v: v >= 100, ["VOCAB_SIZE"]),
     ("a whole number from 0 to 2**32 - 1", lambda v: 0 <= v < 2**32, ["SEED"]),
-    ("a number above 0", lambda v: 0 < v < math.inf, ["TEMPERATURE", "LEARNING_RATE", "GRAD_CLIP"]),
-    ("a number of at least 0", lambda v: 0 <= v < math.inf, ["WEIGHT_DECAY"]),
-    ("a number from 0 to 1", lambda v: 0 <= v <= 1, ["WARMUP_RATIO"]),
-    ("a number of at least 0 and below 1", lambda v: 0 <= v < 1, ["DROPOUT"]),
+    ("a number above 0", lambda v: 0 < v < math.inf,
+     ["TEMPERATURE", "LEARNING_RATE", "GRAD_CLIP", "MLM_LEARNING_RATE", "MASK_RATE"]),
+    ("a number of at least 0", lambda v: 0 <= v < math.inf, ["WEIGHT_DECAY", "WARMUP_TOKENS", "SAVE_MINUTES"]),
+    ("a number from 0 to 1", lambda v: 0 <= v <= 1,
+     ["WARMUP_RATIO", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE", "DECAY_SHARE", "DROPOUT_SHARE"]),
+    ("a number of at least 0 and below 1", lambda v: 0 <= v < 1, ["DROPOUT", "MLM_DROPOUT"]),
     ("cls or mean", lambda v: v in ("cls", "mean"), ["POOLER"]),
     ("validation or test", lambda v: v in ("validation", "test"), ["SPLIT"]),
     ("a folder name without / or \\", lambda v: not re.search(r"[/\\\0]|^\.", v), ["RUN_NAME"]),
-    ("set", lambda v: v != "", ["CORPUS", "STSB", "INIT", "DEVICE"]),
+    ("set", lambda v: v != "", ["CORPUS", "STSB", "INIT", "DEVICE", "MLM_FOLDER"]),
 ]
 
 overridden = set()       # the knobs that the shell has set
