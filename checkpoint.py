@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 
 import torch
 from safetensors.torch import load_file, save as to_safetensors
@@ -223,10 +224,18 @@ def wordpiece_tokenizer(vocab=None, lowercase=True):
 
 
 def train_tokenizer(sentences, vocab_size):
-    """Learn a lower-cased WordPiece vocabulary of at most vocab_size tokens from an iterable of strings."""
-    tokenizer = wordpiece_tokenizer()
+    """Learn a lower-cased WordPiece vocabulary of at most vocab_size tokens from an iterable of strings; always the same."""
+    tokenizer, sentences = wordpiece_tokenizer(), list(sentences)
+    counts = Counter()
+    for sentence in sentences:
+        counts.update(tokenizer.normalizer.normalize_str(sentence))
+    # the commonest characters: thousands of others occur in a large text, and each would take a place
+    alphabet = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[:min(256, vocab_size // 4)]
+    # the trainer numbers what it meets in the order of a hash table, and breaks ties by number: number its pieces beforehand
+    pieces = alphabet + ["##" + c for c in alphabet]
     tokenizer.train_from_iterator(sentences, trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False))
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS + pieces, initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet), show_progress=False))
     return wordpiece_tokenizer(tokenizer.get_vocab())
 
 

@@ -133,11 +133,13 @@ class SimCSEEncoder(nn.Module):
                 nn.init.normal_(layer.weight, std=0.4 * layer.in_features ** -0.5)
 
     def forward(self, idx, attention_mask):
-        """Hidden states of the last block. idx: (B, T) token ids; attention_mask: (B, T), 0 at [PAD]. Returns (B, T, C)."""
+        """Hidden states of the last block. idx: (B, T) token ids; attention_mask: (B, T), 0 at [PAD], or None where there is
+        no [PAD]. Returns (B, T, C)."""
         T = idx.shape[1]
         if T > self.n_positions:
             raise ValueError(f"an input of {T} tokens is longer than the encoder's {self.n_positions} positions")
-        mask = attention_mask.bool()[:, None, None, :]              # (B, 1, 1, T), the same for every head and query
+        # (B, 1, 1, T), the same for every head and query; none where no position is [PAD]
+        mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         x = self.token_embedding(idx) + self.position_embedding.weight[:T] + self.segment_embedding.weight[0]
         x = self.dropout(self.embedding_norm(x))
         for block in self.blocks:
