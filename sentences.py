@@ -9,7 +9,7 @@ OPENERS, CLOSERS = "\"'“‘«([{¿¡„", "\"'”’»)]}"
 ENDS = tuple(".!?…؟۔।")
 # A space behind closing punctuation may end a sentence; the full stops of Chinese and Japanese need no space.
 BOUNDARY = re.compile(r"(?<=[.!?…؟۔।\"'”’»)\]}]) |[。！？](?![。！？])[」』”’）]* ?")
-TITLES = set("mr mrs ms dr prof st mt gen col lt sgt capt adm maj rev hon sen rep gov pres messrs vs cf e.g i.e viz".split())
+TITLES = set("mr mrs ms dr prof st mt gen col lt sgt capt adm maj rev hon sen rep gov pres messrs vs cf e.g i.e".split())
 NUMBERED = set("no nos fig figs p pp vol vols ch sec op eq c ca jan feb mar apr jun jul aug sep sept oct nov dec".split())
 ABBREVIATIONS = set("inc ltd co corp bros jr sr dept univ al est lit esp ed eds approx".split())
 STARTERS = set("""the a an in on at as by for from with to of it its he his she her they their we our you i this that these
@@ -47,8 +47,8 @@ def full_stop_ends(word, following):
         return False
     if word in NUMBERED:
         return not following[:1].isdigit()
-    if word in ABBREVIATIONS or "." in word or (len(word) == 1 and word.isalpha()):  # Inc., U.S., an initial: it may do both
-        return following.lower().rstrip(",") in STARTERS
+    if word in ABBREVIATIONS or re.search(r"[a-z]\.[a-z]", word) or (len(word) == 1 and word.isalpha()):
+        return following.lower().rstrip(",") in STARTERS  # behind Inc., U.S. or an initial it may be either
     return True
 
 
