@@ -89,8 +89,9 @@ def test_alignment_and_uniformity():
     # and what they mean: one point for all is perfectly aligned and not uniform at all
     same = torch.ones(6, 5)
     assert alignment_and_uniformity(same, same) == (0.0, 0.0)
-    spread = torch.eye(6)
-    assert alignment_and_uniformity(spread, spread)[1] < uniformity < 0
+    axes = torch.eye(6)                             # twelve points as far apart as can be, the pairs opposite each other
+    alignment_of_axes, uniformity_of_axes = alignment_and_uniformity(axes, -axes)
+    assert alignment_of_axes == 4.0 and uniformity_of_axes < uniformity < 0
 
 
 # ---------------------------------------------------------------------------- dropout, the augmentation
@@ -123,8 +124,6 @@ def test_every_dropout_of_the_paper_is_there():
     for alone in (encoder.dropout, encoder.blocks[0].dropout, encoder.blocks[0].attention):
         encoder.eval()
         alone.train()
-        if alone is encoder.blocks[0].attention:
-            alone.training = True
         batch = encoder.tokenize(SENTENCES)
         assert not torch.allclose(encoder.encode(*batch), encoder.encode(*batch), atol=1e-4)
 
@@ -164,10 +163,8 @@ def test_gradients_reach_encoder_and_head():
     encoder = tiny_encoder().train()
     batch = encoder.tokenize(SENTENCES)
     simcse_loss(encoder.encode(*batch, project=True), encoder.encode(*batch, project=True), 0.05).backward()
-    unused = {"segment_embedding.weight", "position_embedding.weight", "token_embedding.weight"}    # in part
     for name, parameter in encoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-        assert name in unused or name.endswith("key.bias") or parameter.grad.abs().min() > 0 or parameter.dim() > 1, name
 
 
 def test_truncation_keeps_sep():
