@@ -87,7 +87,10 @@ RULES = [
     ("set", lambda v: v != "", ["CORPUS", "STSB", "INIT", "DEVICE", "MLM_FOLDER"]),
 ]
 
-overridden = set()       # the knobs that the shell has set
+# where the scripts keep what they make
+data = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
+checkpoints = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checkpoints")
+overridden = set()      # the knobs that the shell has set
 
 DEFAULTS = {name: value for name, value in globals().items() if name.isupper() and name != "RULES"}
 

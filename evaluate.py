@@ -15,10 +15,6 @@ from scipy.stats import spearmanr
 import config
 from model import SimCSEEncoder, alignment_and_uniformity
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-DATA = os.path.join(HERE, "data")
-CHECKPOINTS = os.path.join(HERE, "checkpoints")
-
 
 def pick_device(name=None):
     """The torch device of a name; "auto" takes cuda, else mps, else cpu. Raises ValueError for one that isn't there."""
@@ -37,7 +33,7 @@ def load_sts_b(split="validation"):
     Returns two lists of N strings and a float array (N,) of human scores from 0 to 5.
     Raises FileNotFoundError where the split was not fetched, ValueError where its scores can't be ranked.
     """
-    path = os.path.join(DATA, "stsb", f"{split}.csv")
+    path = os.path.join(config.data, "stsb", f"{split}.csv")
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first")
     with open(path, encoding="utf-8", newline="") as file:
@@ -51,7 +47,7 @@ def load_sts_b(split="validation"):
 def stsb_name():
     """What data/stsb holds, for every line that prints a score: STS-B, or the sample that is no benchmark."""
     try:
-        with open(os.path.join(DATA, "sources.json"), encoding="utf-8") as file:
+        with open(os.path.join(config.data, "sources.json"), encoding="utf-8") as file:
             return "sample, no benchmark" if json.load(file)["stsb"]["sample"] else "STS-B"
     except FileNotFoundError:
         return "data/stsb"
@@ -120,10 +116,10 @@ def bag_of_words(sentences1, sentences2, tf_idf=False):
 
 def newest_run():
     """The run folder that was written last; raises FileNotFoundError where there is none."""
-    runs = [entry.path for entry in os.scandir(CHECKPOINTS) if os.path.exists(os.path.join(entry.path, "run.json"))
-            and os.path.exists(os.path.join(entry.path, "model.safetensors"))] if os.path.isdir(CHECKPOINTS) else []
+    runs = [entry.path for entry in os.scandir(config.checkpoints) if os.path.exists(os.path.join(entry.path, "run.json"))
+            and os.path.exists(os.path.join(entry.path, "model.safetensors"))] if os.path.isdir(config.checkpoints) else []
     if not runs:
-        raise FileNotFoundError(f"there is no run in {CHECKPOINTS}: train one with python train.py, or name a CHECKPOINT=")
+        raise FileNotFoundError(f"there is no run in {config.checkpoints}: train one with python train.py, or name a CHECKPOINT=")
     return max(runs, key=lambda run: os.path.getmtime(os.path.join(run, "run.json")))
 
 

@@ -20,7 +20,6 @@ from checkpoint import write_atomically, write_json
 matplotlib.use("Agg")       # files only: a run needs no screen
 import matplotlib.pyplot as plt                                     # noqa: E402
 
-CHECKPOINTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checkpoints")
 NOT_TRAINING = {"CORPUS", "STSB", "DEVICE", "RUN_NAME", "OVERWRITE", "RESUME", "CHECKPOINT", "SPLIT"}
 
 
@@ -32,7 +31,7 @@ def training_settings():
 def run_folder():
     """The folder of this run under checkpoints/, named by RUN_NAME or after the settings that differ from the defaults."""
     changed = [f"{name}={value}" for name, value in training_settings().items() if value != config.DEFAULTS[name]]
-    return os.path.join(CHECKPOINTS, config.RUN_NAME or re.sub(r"[^\w=.+-]+", "_", "-".join(["simcse"] + changed))[:200])
+    return os.path.join(config.checkpoints, config.RUN_NAME or re.sub(r"[^\w=.+-]+", "_", "-".join(["simcse"] + changed))[:200])
 
 
 def read_run(folder):

@@ -164,7 +164,8 @@ def test_gradients_reach_encoder_and_head():
     batch = encoder.tokenize(SENTENCES)
     simcse_loss(encoder.encode(*batch, project=True), encoder.encode(*batch, project=True), 0.05).backward()
     for name, parameter in encoder.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+        if not name.endswith("key.bias"):           # which adds the same to every score of a query: softmax doesn't see it
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
 def test_truncation_keeps_sep():

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 import config
 from checkpoint import train_tokenizer
-from evaluate import DATA, measure, pick_device, stsb_name
+from evaluate import measure, pick_device, stsb_name
 from model import SimCSEEncoder, simcse_loss
 from runs import (load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state, update_run,
                   write_metrics)
@@ -19,7 +19,7 @@ from runs import (load_state, open_run, random_source, read_metrics, read_run, r
 
 def load_sentences():
     """The first MAX_SENTENCES sentences of data/sentences.txt, which is shuffled; raises FileNotFoundError without it."""
-    path = os.path.join(DATA, "sentences.txt")
+    path = os.path.join(config.data, "sentences.txt")
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first")
     with open(path, encoding="utf-8") as file:
