@@ -82,7 +82,8 @@ def measure(encoder, split="validation", device=None):
     Source: SimCSE, sections 3 and 6; alpha = 2, t = 2.
     """
     sentences1, sentences2, scores = load_sts_b(split)
-    z1, z2 = torch.from_numpy(encode_sentences(encoder, sentences1 + sentences2, device)).chunk(2)      # (N, C) each
+    # in float64: the cosines of an untrained encoder lie so close together that float32 would make ties of them
+    z1, z2 = torch.from_numpy(encode_sentences(encoder, sentences1 + sentences2, device)).double().chunk(2)     # (N, C) each
     cosine = F.cosine_similarity(z1, z2)
     close = torch.from_numpy(scores > 4)
     alignment, _ = alignment_and_uniformity(z1[close], z2[close])

