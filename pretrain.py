@@ -69,10 +69,15 @@ def tokenize(articles, tokenizer):
     return np.concatenate(tokens), np.array(starts), np.array(firsts)
 
 
-def prepare(folder):
-    """The tokenizer and the tokens of the corpus, made once and kept in `folder`. Raises ValueError or OSError."""
+def prepare(folder, keep=False):
+    """The tokenizer and the tokens of the corpus, made once and kept in `folder`; keep: whatever the corpus is by now.
+
+    Raises ValueError or OSError where the corpus can't be used.
+    """
     path = config.PRETRAIN_CORPUS or os.path.join(evaluate.DATA, "sentences.txt")
-    cache, name = os.path.join(folder, "tokens.npz"), os.path.join(folder, "tokenizer.json")
+    cache = os.path.join(folder, "tokens.npz")
+    if keep and os.path.exists(cache):
+        return checkpoint.load_tokenizer(folder), dict(np.load(cache))
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first, or name a PRETRAIN_CORPUS=")
     with open(path, "rb") as file:
@@ -93,7 +98,7 @@ def prepare(folder):
     corpus = {"tokens": tokens, "starts": starts, "firsts": firsts, "made_of": np.array(made_of)}
     buffer = io.BytesIO()
     np.savez(buffer, **corpus)
-    checkpoint.write_atomically(name, tokenizer.to_str().encode())
+    checkpoint.write_atomically(os.path.join(folder, "tokenizer.json"), tokenizer.to_str().encode())
     checkpoint.write_atomically(cache, buffer.getvalue())
     return checkpoint.load_tokenizer(folder), corpus
 
@@ -382,15 +387,17 @@ def main():
     device = evaluate.pick_device()
     run = config.MLM_FOLDER.rstrip("/\\") + ".run"
     state_path = os.path.join(run, "state.pt")
-    if os.path.exists(state_path) and not (config.RESUME or config.OVERWRITE):
-        raise ValueError(f"{run} holds a stopped run: RESUME=True goes on with it, OVERWRITE=True starts anew")
+    stopped = os.path.exists(state_path)
+    if stopped and not (config.RESUME or config.OVERWRITE):
+        raise ValueError(f"{run} holds a run already: RESUME=True goes on with it, OVERWRITE=True starts anew")
+    resume = stopped and not config.OVERWRITE
     os.makedirs(run, exist_ok=True)
-    tokenizer, corpus = prepare(run)
+    tokenizer, corpus = prepare(run, keep=resume)
     articles = range(len(corpus["firsts"]) - 1)
     training = [i for i in articles if not held_out(i)]
     encoder, head, optimizer = build(tokenizer, corpus, device)
     progress = {"tokens": 0, "step": 0, "epoch": 0, "position": 0, "seconds": 0.0, "losses": [], "history": []}
-    if os.path.exists(state_path) and not config.OVERWRITE:
+    if resume:
         progress = load_state(state_path, encoder, head, optimizer)
 
     rng = np.random.default_rng([config.SEED, 2**32])           # the same text under the same masks, always
