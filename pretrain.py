@@ -74,7 +74,7 @@ def prepare(folder, keep=False):
 
     Raises ValueError or OSError where the corpus can't be used.
     """
-    path = config.PRETRAIN_CORPUS or os.path.join(evaluate.DATA, "sentences.txt")
+    path = config.PRETRAIN_CORPUS or os.path.join(config.data, "sentences.txt")
     cache = os.path.join(folder, "tokens.npz")
     if keep and os.path.exists(cache):
         return checkpoint.load_tokenizer(folder), dict(np.load(cache))
