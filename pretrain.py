@@ -1,22 +1,16 @@
-"""Chapter 3 in one script: learn a WordPiece vocabulary and a small BERT by filling in masked words.
+"""Chapter 3 in one script: learn a WordPiece vocabulary and a small BERT by filling in hidden words.
 
-Text -> whole sentences packed into spans -> masked-language-model loss -> a folder that SimCSE starts from (MLM_FOLDER).
-Paper: BERT (Devlin et al., 2018), section 3.1; next-sentence prediction is left out, as RoBERTa (Liu et al., 2019) does.
+Text -> spans of whole sentences (spans.py) -> masked-language-model loss -> MLM_FOLDER, from which SimCSE can start.
+Paper: BERT (Devlin et al., 2018), section 3.1. Next-sentence prediction is left out, as in RoBERTa (Liu et al., 2019).
 """
 
-import csv
-import gzip
-import hashlib
+import contextlib
 import io
-import itertools
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
-import zlib
 
 import numpy as np
 import torch
@@ -26,153 +20,18 @@ from tqdm import tqdm
 
 import checkpoint
 import config
-import evaluate
+import spans
+from evaluate import measure, pick_device
 from model import SimCSEEncoder
-from sentences import clean, split_sentences
+from runs import write_metrics
+from train import computes_in_bf16
 
-# what a run can't change once it has started; MAX_TOKENS it can
+# what a run keeps once it has started (MAX_TOKENS may change)
 RECIPE = ["N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE",
           "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
           "WEIGHT_DECAY", "GRAD_CLIP", "SEED"]
-N_SPECIAL = len(checkpoint.SPECIAL_TOKENS)              # the vocabulary begins with them
-PAD, UNK, CLS, SEP, MASK = range(N_SPECIAL)
 EXAMPLES = ["the capital of france is [MASK] .", "she was born in [MASK] and studied at the university of london .",
             "the river flows [MASK] the sea .", "he played [MASK] for the national team ."]
-
-
-# ---------------------------------------------------------------------------- text to tokens
-
-def read_articles(path):
-    """The articles of a .txt or .txt.gz file, each a list of paragraphs; without blank lines, every line is an article."""
-    try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8", errors="replace") as file:
-            lines = [clean(line) for line in file]
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged or cut off: {error}") from None
-    articles = [list(group) for filled, group in itertools.groupby(lines, key=bool) if filled]
-    return articles if len(articles) > 1 else [[line] for line in lines if line]
-
-
-def tokenize(articles, tokenizer):
-    """Articles as three arrays, which lose no token: all tokens uint16 (N,), the first token of each sentence (and the end),
-    the first sentence of each article (and the end)."""
-    tokens, starts, firsts = [], [0], [0]
-    for i in tqdm(range(0, len(articles), 100), desc="tokenise", unit="00 articles", leave=False):
-        texts = [[s for paragraph in article for s in split_sentences(paragraph)] for article in articles[i:i + 100]]
-        rows = iter(tokenizer.encode_batch_fast([s for text in texts for s in text], add_special_tokens=False))
-        for text in texts:
-            for row in itertools.islice(rows, len(text)):
-                if row.ids:
-                    tokens.append(np.array(row.ids, np.uint16))
-                    starts.append(starts[-1] + len(row.ids))
-            firsts.append(len(starts) - 1)
-    return np.concatenate(tokens), np.array(starts), np.array(firsts)
-
-
-def prepare(folder, keep=False):
-    """The tokenizer and the tokens of the corpus, made once and kept in `folder`; keep: whatever the corpus is by now.
-
-    Raises ValueError or OSError where the corpus can't be used.
-    """
-    path = config.PRETRAIN_CORPUS or os.path.join(config.data, "sentences.txt")
-    cache = os.path.join(folder, "tokens.npz")
-    if keep and os.path.exists(cache):
-        return checkpoint.load_tokenizer(folder), dict(np.load(cache))
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"there is no {path}: run python download_data.py first, or name a PRETRAIN_CORPUS=")
-    with open(path, "rb") as file:
-        made_of = f"{hashlib.file_digest(file, 'sha256').hexdigest()} {config.VOCAB_SIZE} {config.HELD_OUT}"
-    if os.path.exists(cache):
-        corpus = dict(np.load(cache))
-        if str(corpus["made_of"]) == made_of:
-            return checkpoint.load_tokenizer(folder), corpus
-    print(f"learning {config.VOCAB_SIZE:,} tokens from {path}, then applying them: minutes, once")
-    articles = read_articles(path)
-    if len(articles) < 2:
-        raise ValueError(f"{path} holds {len(articles)} articles or lines: too little to train on")
-    if config.VOCAB_SIZE > 2**16:
-        raise ValueError(f"VOCAB_SIZE={config.VOCAB_SIZE} is more than the 65,536 tokens that the cache can tell apart")
-    tokenizer = checkpoint.train_tokenizer([p for i, article in enumerate(articles) if not held_out(i) for p in article],
-                                           config.VOCAB_SIZE)
-    tokens, starts, firsts = tokenize(articles, tokenizer)
-    corpus = {"tokens": tokens, "starts": starts, "firsts": firsts, "made_of": np.array(made_of)}
-    buffer = io.BytesIO()
-    np.savez(buffer, **corpus)
-    checkpoint.write_atomically(os.path.join(folder, "tokenizer.json"), tokenizer.to_str().encode())
-    checkpoint.write_atomically(cache, buffer.getvalue())
-    return checkpoint.load_tokenizer(folder), corpus
-
-
-def held_out(article):
-    """Whether an article, given by its number, is kept for validation."""
-    return article % config.HELD_OUT == 0
-
-
-# ---------------------------------------------------------------------------- tokens to batches
-
-def pack(corpus, articles, rng):
-    """Cut articles into spans of whole sentences: as many as fit, or (SENTENCE_RATE) one, as SimCSE will see them.
-
-    Only a sentence too long for any span is cut. Returns an int array (spans, 2) of first token and number of tokens.
-    """
-    spans = []
-    starts, firsts = corpus["starts"].tolist(), corpus["firsts"].tolist()
-    room, long_room = min(config.BLOCK_SIZE, config.N_POSITIONS) - 2, config.N_POSITIONS - 2     # beside [CLS] and [SEP]
-
-    def draw():
-        chance = rng.random()
-        return chance < config.SENTENCE_RATE, long_room if chance >= 1 - config.LONG_RATE else room
-
-    for article in articles:
-        begin, *ends = starts[firsts[article]:firsts[article + 1] + 1]
-        stop = begin
-        alone, limit = draw()
-        for end in ends:
-            if stop > begin and (alone or end - begin > limit):         # this sentence opens the next span
-                spans.append((begin, stop - begin))
-                begin = stop
-                alone, limit = draw()
-            while end - begin > limit:
-                spans.append((begin, limit))
-                begin += limit
-            stop = end
-        if stop > begin:
-            spans.append((begin, stop - begin))
-    return np.array(spans)
-
-
-def batches(spans, rng):
-    """Spans in random batches of about TOKENS_PER_STEP tokens. A batch holds one length, so that nothing is padded."""
-    spans = rng.permutation(spans)
-    spans = spans[np.argsort(spans[:, 1], kind="stable")]
-    groups = []
-    for group in np.split(spans, np.flatnonzero(np.diff(spans[:, 1])) + 1):
-        rows = max(1, config.TOKENS_PER_STEP // (group[0, 1] + 2))
-        groups += [group[i:i + rows] for i in range(0, len(group), rows)]
-    return [groups[i] for i in rng.permutation(len(groups))]
-
-
-def rows_of(batch, tokens):
-    """The token ids of a batch of spans: [CLS] span [SEP], int64 (B, T)."""
-    idx = np.empty((len(batch), batch[0, 1] + 2), np.int64)
-    idx[:, 0], idx[:, -1] = CLS, SEP
-    idx[:, 1:-1] = tokens[batch[:, :1] + np.arange(batch[0, 1])]
-    return idx
-
-
-def mask(idx, rng, vocab_size):
-    """Hide MASK_RATE of the tokens, none of them special: 80% become [MASK], 10% a random token, 10% stay.
-
-    idx: (B, T). Returns the ids with the changes (B, T), the places to predict as indices into B * T, and what stood there.
-    Source: BERT, section 3.1.
-    """
-    candidates = np.flatnonzero(idx >= N_SPECIAL)
-    places = rng.permutation(candidates)[:math.ceil(config.MASK_RATE * len(candidates))]
-    hidden = idx.copy()
-    first, second = round(0.8 * len(places)), round(0.9 * len(places))
-    hidden.flat[places[:first]] = MASK
-    hidden.flat[places[first:second]] = rng.integers(N_SPECIAL, vocab_size, second - first)
-    return hidden, places, idx.flat[places]
 
 
 # ---------------------------------------------------------------------------- the model
@@ -233,18 +92,11 @@ def show_neighbours(encoder):
                 layer.weight[rows] = weight
 
 
-def computes_bf16(device):
-    """Whether the hardware multiplies in bfloat16: a CPU that merely emulates it is many times slower than in float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def predict(encoder, head, masked):
     """Scores for the hidden tokens of a masked batch. Returns logits (M, V) and the tokens that stood there (M,)."""
     device = encoder.token_embedding.weight.device
     idx, places, targets = (torch.from_numpy(array).to(device) for array in masked)
-    with torch.autocast(device.type, torch.bfloat16, enabled=computes_bf16(device)):
+    with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(device)):
         hidden = encoder(idx, None)                                             # (B, T, C)
         hidden = hidden.flatten(0, 1)[places]                                   # (M, C), M = MASK_RATE of B * T
         return head(hidden, encoder.token_embedding.weight).float(), targets
@@ -274,14 +126,14 @@ def set_dropout(encoder, rate):
 
 
 def stsb(encoder):
-    """STS-B dev (Spearman x 100) of the encoder as it is under both poolings, for interest; "" where it was not fetched."""
-    scores, pooler = {}, encoder.pooler
+    """STS-B dev (Spearman x 100) of the encoder as it is, under both poolings; None where it was not fetched."""
+    scores, own = {}, encoder.pooler
     for encoder.pooler in ("cls", "mean"):
         try:
-            scores[f"stsb_{encoder.pooler}"] = round(evaluate.measure(encoder, "validation")["spearman"], 2)
+            scores[f"stsb_{encoder.pooler}"] = measure(encoder, "validation")["spearman"]
         except (OSError, ValueError):
-            scores[f"stsb_{encoder.pooler}"] = ""
-    encoder.pooler = pooler
+            scores[f"stsb_{encoder.pooler}"] = None
+    encoder.pooler = own
     return scores
 
 
@@ -315,28 +167,13 @@ def learning_rate(tokens):
 
 
 def stream(corpus, articles, epoch, position):
-    """Endless batches of spans from a place in the text on: (epoch, position of the next batch, batch)."""
+    """Endless batches, from a place in the text on: (epoch, position after the batch, batch of spans)."""
     while True:
         rng = np.random.default_rng([config.SEED, epoch])
-        groups = batches(pack(corpus, articles, rng), rng)
+        groups = spans.batches(spans.pack(corpus, articles, rng), rng)
         for position in range(position, len(groups)):
             yield epoch, position + 1, groups[position]
         epoch, position = epoch + 1, 0
-
-
-def load_state(path, encoder, head, optimizer):
-    """Put a stopped run's state in place; returns its progress. Raises ValueError where it is damaged or another recipe's."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:          # zipfile and pickle each raise their own for a damaged file
-        raise ValueError(f"{path} can't be read: {str(error).splitlines()[0]}") from None
-    for name in RECIPE:
-        if state["recipe"].get(name, getattr(config, name)) != getattr(config, name):
-            raise ValueError(f"{path} was made with {name}={state['recipe'][name]}, not {getattr(config, name)}")
-    encoder.load_state_dict(state["encoder"])
-    head.load_state_dict(state["head"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["progress"]
 
 
 def save_state(path, encoder, head, optimizer, progress):
@@ -347,121 +184,143 @@ def save_state(path, encoder, head, optimizer, progress):
     checkpoint.write_atomically(path, buffer.getvalue())
 
 
+def load_state(path, encoder, head, optimizer):
+    """Put a stopped run's state in place; returns its progress. Raises ValueError where it is damaged or another recipe's."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:          # zipfile and pickle each raise their own for a damaged file
+        raise ValueError(f"{path} can't be read: {str(error).splitlines()[0]}") from None
+    for name in RECIPE:
+        if state["recipe"].get(name, getattr(config, name)) != getattr(config, name):
+            raise ValueError(f"{path} was begun with {name}={state['recipe'][name]}, now it is {getattr(config, name)}")
+    encoder.load_state_dict(state["encoder"])
+    head.load_state_dict(state["head"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["progress"]
+
+
 def save_encoder(folder, encoder, head):
-    """Write the encoder with its head as a checkpoint in half precision: BertForMaskedLM to Hugging Face, a start to SimCSE."""
+    """Write the encoder and its head in half precision: a BertForMaskedLM to Hugging Face, a start to SimCSE."""
     weights = {name: tensor.half() for name, tensor in encoder.state_dict().items() if not name.startswith("mlp_head.")}
     checkpoint.save(folder, weights, encoder.shape, encoder.tokenizer, encoder.pooler,
                     head={name: tensor.half() for name, tensor in head.weights().items()})
 
 
-def write_metrics(folder, history):
-    """metrics.csv and the curve drawn from it."""
-    if not history:
-        return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, history[-1].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(history)
-    checkpoint.write_atomically(os.path.join(folder, "metrics.csv"), text.getvalue().encode())
-    from matplotlib.figure import Figure                        # slow to import
-    figure = Figure(figsize=(7, 4))
-    axes = figure.add_subplot(xlabel="tokens (millions)", ylabel="loss on masked tokens (nats)")
-    millions = [row["tokens"] / 1e6 for row in history]
-    axes.plot(millions, [row["train_loss"] for row in history], label="training")
-    axes.plot(millions, [row["loss"] for row in history], label="held-out articles")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(os.path.join(folder, "curve.png"), dpi=120)
+def draw_curves(folder, history):
+    """metrics.csv and curves.png."""
+    if history:
+        write_metrics(folder, history, {"train_loss": "loss (nats)", "loss": "loss on held-out articles (nats)",
+                                        "accuracy": "accuracy on held-out articles", "stsb_mean": "STS-B dev, mean pooling"})
 
 
 @torch.no_grad()
 def fill_masks(encoder, head, sentences):
-    """For each sentence with a [MASK], its five likeliest tokens; a list of lists of strings."""
+    """For each [MASK] of some sentences, the five likeliest tokens; a list of lists of strings."""
     encoder.eval()
     idx, attention_mask = (tensor.to(encoder.token_embedding.weight.device) for tensor in encoder.tokenize(sentences))
-    logits = head(encoder(idx, attention_mask)[idx == MASK], encoder.token_embedding.weight)        # (masks, V)
+    logits = head(encoder(idx, attention_mask)[idx == spans.MASK], encoder.token_embedding.weight)      # (masks, V)
     return [[encoder.tokenizer.id_to_token(i) for i in row] for row in logits.topk(5).indices.tolist()]
 
 
-def main():
-    device = evaluate.pick_device()
-    run = config.MLM_FOLDER.rstrip("/\\") + ".run"
-    state_path = os.path.join(run, "state.pt")
-    stopped = os.path.exists(state_path)
-    if stopped and not (config.RESUME or config.OVERWRITE):
-        raise ValueError(f"{run} holds a run already: RESUME=True goes on with it, OVERWRITE=True starts anew")
-    resume = stopped and not config.OVERWRITE
-    os.makedirs(run, exist_ok=True)
-    tokenizer, corpus = prepare(run, keep=resume)
-    articles = range(len(corpus["firsts"]) - 1)
-    training = [i for i in articles if not held_out(i)]
-    encoder, head, optimizer = build(tokenizer, corpus, device)
-    progress = {"tokens": 0, "step": 0, "epoch": 0, "position": 0, "seconds": 0.0, "losses": [], "history": []}
-    if resume:
-        progress = load_state(state_path, encoder, head, optimizer)
+@contextlib.contextmanager
+def stop_signals():
+    """A list that fills when the process is told to stop (Ctrl-C, kill), so that the step at hand can be finished."""
+    received = []
+    before = {number: signal.signal(number, lambda *_: received.append(True)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    rng = np.random.default_rng([config.SEED, 2**32])           # the same text under the same masks, always
+
+def train(encoder, head, optimizer, corpus, progress, run):
+    """Train from `progress` on until MAX_TOKENS or a signal; the state is kept in the folder `run`. Returns whether it is done.
+
+    progress: counters of tokens, steps, epochs, batches of the epoch (position) and seconds, the losses since the last
+    validation, and a row of metrics for each validation.
+    """
+    device, vocab_size = encoder.token_embedding.weight.device, encoder.shape["vocab_size"]
+    articles = range(len(corpus["firsts"]) - 1)
+    rng = np.random.default_rng([config.SEED, 2**32])           # always the same text under the same masks
     validation, left = [], config.VALIDATION_TOKENS
-    for batch in batches(pack(corpus, [i for i in articles if held_out(i)], rng), rng):
+    for batch in spans.batches(spans.pack(corpus, [i for i in articles if spans.held_out(i)], rng), rng):
         if left > 0:
-            validation.append(mask(rows_of(batch, corpus["tokens"]), rng, tokenizer.get_vocab_size()))
+            validation.append(spans.mask(spans.rows_of(batch, corpus["tokens"]), rng, vocab_size))
             left -= validation[-1][0].size
 
-    stopping = []
-    for number in (signal.SIGINT, signal.SIGTERM):              # finish the step, keep the state
-        signal.signal(number, lambda *_: stopping.append(True))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    bar = tqdm(total=config.MAX_TOKENS, initial=progress["tokens"], unit=" tokens", unit_scale=True,
-               mininterval=1 if sys.stderr.isatty() else 60)
+    batches = stream(corpus, [i for i in articles if not spans.held_out(i)], progress["epoch"], progress["position"])
     saved = clock = time.monotonic()
     encoder.train()
-    for epoch, position, batch in stream(corpus, training, progress["epoch"], progress["position"]):
-        if stopping or progress["tokens"] >= config.MAX_TOKENS:
-            break
-        rng = np.random.default_rng([config.SEED, 2**33, progress["step"]])     # each step's own seed: no state to keep
-        torch.manual_seed(int(rng.integers(2**63)))
-        left = 1 - progress["tokens"] / config.MAX_TOKENS
-        set_dropout(encoder, config.MLM_DROPOUT if left <= config.DROPOUT_SHARE else 0.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress["tokens"])
-        idx = rows_of(batch, corpus["tokens"])                                  # (B, T)
-        logits, targets = predict(encoder, head, mask(idx, rng, tokenizer.get_vocab_size()))
-        loss = F.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, config.GRAD_CLIP)
-        optimizer.step()
+    with stop_signals() as stopped, tqdm(total=config.MAX_TOKENS, initial=progress["tokens"], unit=" tokens", unit_scale=True,
+                                         mininterval=1 if sys.stderr.isatty() else 60) as bar:
+        while progress["tokens"] < config.MAX_TOKENS and not stopped:
+            rng = np.random.default_rng([config.SEED, 2**33, progress["step"]])     # each step's own: no state to keep
+            torch.manual_seed(int(rng.integers(2**63)))                             # for dropout
+            left = 1 - progress["tokens"] / config.MAX_TOKENS
+            set_dropout(encoder, config.MLM_DROPOUT if left <= config.DROPOUT_SHARE else 0.0)
+            rate = learning_rate(progress["tokens"])
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            epoch, position, batch = next(batches)
+            idx = spans.rows_of(batch, corpus["tokens"])                            # (B, T)
+            logits, targets = predict(encoder, head, spans.mask(idx, rng, vocab_size))
+            loss = F.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
+            if not torch.isfinite(loss):
+                raise ValueError(f"the loss is {loss.item()} at step {progress['step']}, learning rate {rate:.1e}")
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, config.GRAD_CLIP)
+            optimizer.step()
 
-        before, now = progress["tokens"], time.monotonic()
-        progress["losses"].append(loss.item())
-        progress.update(tokens=before + idx.size, step=progress["step"] + 1, epoch=epoch, position=position,
-                        seconds=progress["seconds"] + now - clock)
-        clock = now
-        bar.update(idx.size)
-        bar.set_postfix(loss=f"{np.mean(progress['losses'][-100:]):.3f}", refresh=False)
-        done = progress["tokens"] >= config.MAX_TOKENS
-        if done or progress["tokens"] // config.VALIDATION_INTERVAL > before // config.VALIDATION_INTERVAL:
-            loss, accuracy = validate(encoder, head, validation)
-            row = {"tokens": progress["tokens"], "hours": round(progress["seconds"] / 3600, 3), "rate": group["lr"],
-                   "train_loss": round(float(np.mean(progress["losses"])), 4), "loss": round(loss, 4),
-                   "accuracy": round(accuracy, 4), **stsb(encoder)}
-            progress.update(losses=[], history=[*progress["history"], row])
-            bar.write("  ".join(f"{name} {value}" for name, value in row.items()))
-            write_metrics(run, progress["history"])
-            save_encoder(os.path.join(run, "latest"), encoder, head)
-        if stopping or done or now - saved > 60 * config.SAVE_MINUTES:
-            save_state(state_path, encoder, head, optimizer, progress)
-            saved = now
-    bar.close()
-    if stopping:
-        print(f"what RESUME=True needs is in {run}")
+            before, now = progress["tokens"], time.monotonic()
+            progress["losses"].append(loss.item())
+            progress.update(tokens=before + idx.size, step=progress["step"] + 1, epoch=epoch, position=position,
+                            seconds=progress["seconds"] + now - clock)
+            clock = now
+            bar.update(idx.size)
+            bar.set_postfix(loss=f"{np.mean(progress['losses'][-100:]):.3f}", refresh=False)
+            done = progress["tokens"] >= config.MAX_TOKENS
+            if done or progress["tokens"] // config.VALIDATION_INTERVAL > before // config.VALIDATION_INTERVAL:
+                held_out_loss, accuracy = validate(encoder, head, validation)
+                row = {"step": progress["step"], "tokens": progress["tokens"], "hours": progress["seconds"] / 3600, "rate": rate,
+                       "train_loss": float(np.mean(progress["losses"])), "loss": held_out_loss, "accuracy": accuracy,
+                       **stsb(encoder)}
+                progress.update(losses=[], history=[*progress["history"], row])
+                bar.write("  ".join(f"{name} {value:.5g}" for name, value in row.items() if value is not None))
+                draw_curves(run, progress["history"])
+                save_encoder(os.path.join(run, "latest"), encoder, head)            # to try it while the run goes on
+            if stopped or done or now - saved >= 60 * config.SAVE_MINUTES:
+                save_state(os.path.join(run, "state.pt"), encoder, head, optimizer, progress)
+                saved = now
+    return progress["tokens"] >= config.MAX_TOKENS
+
+
+def main():
+    device = pick_device(config.DEVICE)
+    run = config.MLM_FOLDER.rstrip("/\\") + ".run"
+    state = os.path.join(run, "state.pt")
+    if os.path.exists(state) and not (config.RESUME or config.OVERWRITE):
+        raise ValueError(f"{run} holds a run already: go on with RESUME=True, or replace it with OVERWRITE=True")
+    if config.RESUME and not os.path.exists(state):
+        raise ValueError(f"there is no run in {run} to resume")
+    os.makedirs(run, exist_ok=True)
+    tokenizer, corpus = spans.prepare(run, keep=config.RESUME)
+    encoder, head, optimizer = build(tokenizer, corpus, device)
+    progress = {"tokens": 0, "step": 0, "epoch": 0, "position": 0, "seconds": 0.0, "losses": [], "history": []}
+    if config.RESUME:
+        progress = load_state(state, encoder, head, optimizer)
+    print(f"{len(corpus['tokens']):,} tokens of text, {sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
+          f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {config.MLM_FOLDER}")
+    if not train(encoder, head, optimizer, corpus, progress, run):
         raise KeyboardInterrupt
 
     save_encoder(config.MLM_FOLDER, encoder, head)
-    write_metrics(config.MLM_FOLDER, progress["history"])
+    draw_curves(config.MLM_FOLDER, progress["history"])
     checkpoint.write_json(os.path.join(config.MLM_FOLDER, "pretraining.json"), {
-        "settings": {name: getattr(config, name) for name in [*RECIPE, "MAX_TOKENS"]}, "corpus_sha256": str(corpus["made_of"]).split()[0],
-        **{name: progress[name] for name in ("tokens", "step", "epoch", "seconds")}, **progress["history"][-1]})
+        "settings": {name: getattr(config, name) for name in [*RECIPE, "MAX_TOKENS"]}, **progress["history"][-1],
+        "epochs": progress["epoch"], "corpus_sha256": str(corpus["made_of"]).split()[0]})
     print(f"the encoder is in {config.MLM_FOLDER}; what it fills in, likeliest first:")
     for sentence, tokens in zip(EXAMPLES, fill_masks(encoder, head, EXAMPLES)):
         print(f"  {sentence:70} {' '.join(tokens)}")

@@ -1,0 +1,155 @@
+"""From text to masked batches: articles -> tokens -> spans of whole sentences -> batches of one length -> hidden tokens."""
+
+import gzip
+import hashlib
+import io
+import itertools
+import math
+import os
+import zlib
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+import checkpoint
+import config
+from sentences import clean, split_sentences
+
+N_SPECIAL = len(checkpoint.SPECIAL_TOKENS)              # the vocabulary begins with them
+PAD, UNK, CLS, SEP, MASK = range(N_SPECIAL)
+
+
+# ---------------------------------------------------------------------------- text to tokens
+
+def read_articles(path):
+    """The articles of a .txt or .txt.gz file, each a list of paragraphs; without blank lines, every line is an article."""
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8", errors="replace") as file:
+            lines = [clean(line) for line in file]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged or cut off: {error}") from None
+    articles = [list(group) for filled, group in itertools.groupby(lines, key=bool) if filled]
+    return articles if len(articles) > 1 else [[line] for line in lines if line]
+
+
+def tokenize(articles, tokenizer):
+    """Articles as three arrays that lose no token: the tokens uint16 (N,), where each of the S sentences starts (S + 1,), and
+    with which sentence each of the A articles starts (A + 1,); the last entry is the end.
+    """
+    tokens, starts, firsts = [], [0], [0]
+    for i in tqdm(range(0, len(articles), 100), desc="tokenise", unit_scale=100, unit=" articles", leave=False):
+        texts = [[s for paragraph in article for s in split_sentences(paragraph)] for article in articles[i:i + 100]]
+        rows = iter(tokenizer.encode_batch_fast([s for text in texts for s in text], add_special_tokens=False))
+        for text in texts:
+            for row in itertools.islice(rows, len(text)):
+                if row.ids:
+                    tokens.append(np.array(row.ids, np.uint16))
+                    starts.append(starts[-1] + len(row.ids))
+            firsts.append(len(starts) - 1)
+    return np.concatenate(tokens), np.array(starts), np.array(firsts)
+
+
+def prepare(folder, keep=False):
+    """The tokenizer and the tokens of the corpus, made once and kept in `folder`; keep: whatever the corpus is by now.
+
+    Raises ValueError or OSError where the corpus can't be used.
+    """
+    path = config.PRETRAIN_CORPUS or os.path.join(config.data, "sentences.txt")
+    cache = os.path.join(folder, "tokens.npz")
+    cached = dict(np.load(cache)) if os.path.exists(cache) else None
+    if cached and keep:
+        return Tokenizer.from_str(str(cached["tokenizer"])), cached
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no {path}: run python download_data.py first, or name a PRETRAIN_CORPUS=")
+    with open(path, "rb") as file:
+        made_of = f"{hashlib.file_digest(file, 'sha256').hexdigest()} {config.VOCAB_SIZE} {config.HELD_OUT}"
+    if cached and str(cached["made_of"]) == made_of:
+        return Tokenizer.from_str(str(cached["tokenizer"])), cached
+    print(f"learning {config.VOCAB_SIZE:,} tokens from {path}, then applying them: minutes, once")
+    articles = read_articles(path)
+    if len(articles) < 2:
+        raise ValueError(f"{path} holds {len(articles)} articles or lines: too little to train on")
+    if config.VOCAB_SIZE > 2**16:
+        raise ValueError(f"VOCAB_SIZE={config.VOCAB_SIZE} is more than the 65,536 tokens that the cache can tell apart")
+    tokenizer = checkpoint.train_tokenizer([p for i, article in enumerate(articles) if not held_out(i) for p in article],
+                                           config.VOCAB_SIZE)
+    tokens, starts, firsts = tokenize(articles, tokenizer)
+    corpus = {"tokens": tokens, "starts": starts, "firsts": firsts, "tokenizer": np.array(tokenizer.to_str()),
+              "made_of": np.array(made_of)}
+    buffer = io.BytesIO()
+    np.savez(buffer, **corpus)
+    checkpoint.write_atomically(cache, buffer.getvalue())
+    return tokenizer, corpus
+
+
+def held_out(article):
+    """Whether an article, given by its number, is kept for validation."""
+    return article % config.HELD_OUT == 0
+
+
+# ---------------------------------------------------------------------------- tokens to batches
+
+def pack(corpus, articles, rng):
+    """Cut articles into spans of whole sentences: as many as fit, or (SENTENCE_RATE) one, as SimCSE will see them.
+
+    Only a sentence too long for any span is cut. Returns an int array (spans, 2) of first token and number of tokens.
+    """
+    spans = []
+    starts, firsts = corpus["starts"].tolist(), corpus["firsts"].tolist()
+    room, long_room = min(config.BLOCK_SIZE, config.N_POSITIONS) - 2, config.N_POSITIONS - 2     # beside [CLS] and [SEP]
+
+    def draw():
+        chance = rng.random()
+        return chance < config.SENTENCE_RATE, long_room if chance >= 1 - config.LONG_RATE else room
+
+    for article in articles:
+        begin, *ends = starts[firsts[article]:firsts[article + 1] + 1]
+        stop = begin
+        alone, limit = draw()
+        for end in ends:
+            if stop > begin and (alone or end - begin > limit):         # this sentence opens the next span
+                spans.append((begin, stop - begin))
+                begin = stop
+                alone, limit = draw()
+            while end - begin > limit:
+                spans.append((begin, limit))
+                begin += limit
+            stop = end
+        if stop > begin:
+            spans.append((begin, stop - begin))
+    return np.array(spans)
+
+
+def batches(spans, rng):
+    """Spans in random batches of about TOKENS_PER_STEP tokens. A batch holds one length, so that nothing is padded."""
+    spans = rng.permutation(spans)
+    spans = spans[np.argsort(spans[:, 1], kind="stable")]
+    groups = []
+    for group in np.split(spans, np.flatnonzero(np.diff(spans[:, 1])) + 1):
+        rows = max(1, config.TOKENS_PER_STEP // (group[0, 1] + 2))
+        groups += [group[i:i + rows] for i in range(0, len(group), rows)]
+    return [groups[i] for i in rng.permutation(len(groups))]
+
+
+def rows_of(batch, tokens):
+    """The token ids of a batch of spans: [CLS] span [SEP], int64 (B, T)."""
+    idx = np.empty((len(batch), batch[0, 1] + 2), np.int64)
+    idx[:, 0], idx[:, -1] = CLS, SEP
+    idx[:, 1:-1] = tokens[batch[:, :1] + np.arange(batch[0, 1])]
+    return idx
+
+
+def mask(idx, rng, vocab_size):
+    """Hide MASK_RATE of the tokens, none of them special: 80% become [MASK], 10% a random token, 10% stay.
+
+    idx: (B, T). Returns the ids with the changes (B, T), the places to predict as indices into B * T, and what stood there.
+    Source: BERT, section 3.1.
+    """
+    candidates = np.flatnonzero(idx >= N_SPECIAL)
+    places = rng.permutation(candidates)[:math.ceil(config.MASK_RATE * len(candidates))]
+    hidden = idx.copy()
+    first, second = round(0.8 * len(places)), round(0.9 * len(places))
+    hidden.flat[places[:first]] = MASK
+    hidden.flat[places[first:second]] = rng.integers(N_SPECIAL, vocab_size, second - first)
+    return hidden, places, idx.flat[places]
