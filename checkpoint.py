@@ -120,15 +120,15 @@ def find(folder_or_hub_name):
         return snapshot_download(folder_or_hub_name, allow_patterns=wanted, etag_timeout=10)
     except errors.HFValidationError:
         raise FileNotFoundError(f"{folder_or_hub_name}: no such folder, nor a name that the Hub could have") from None
-    except errors.RepositoryNotFoundError:
-        raise FileNotFoundError(f"{folder_or_hub_name}: no such folder, and no such model on the Hub, "
-                                "or a private one (then log in with: hf auth login)") from None
     except FileNotFoundError:
         raise
     except Exception as error:              # unreachable, too slow, refusing, cut off: the cache may still have it
         try:
-            return snapshot_download(folder_or_hub_name, local_files_only=True)
+            return snapshot_download(folder_or_hub_name, allow_patterns=FILES[:-1], local_files_only=True)
         except Exception:
+            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
+                raise FileNotFoundError(f"{folder_or_hub_name}: no such folder, and no such model on the Hub, "
+                                        "or a private one (then log in with: hf auth login)") from None
             raise OSError(f"{folder_or_hub_name} is no folder, and the Hub can't give it: {first_line(error)}; "
                           "try again later, set HF_ENDPOINT to a mirror, or name a local folder") from None
 

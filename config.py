@@ -142,14 +142,19 @@ def settings():
 
 
 def help_text(script):
-    """The knobs that a script reads, found in its source, each with its value and its comment above."""
-    with open(script, encoding="utf-8") as file:
-        source = file.read()
-    with open(__file__, encoding="utf-8") as file:
-        comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", file.read(), re.M))
+    """The knobs that a script and its helpers read, found in their source, each with its value and its comment above."""
+    def source(path):
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    text = source(script)
+    for module in re.findall(r"^(?:from|import) (\w+)", text, re.M):
+        path = os.path.join(os.path.dirname(os.path.abspath(script)), module + ".py")
+        if os.path.exists(path) and "__main__" not in source(path):         # another script has knobs of its own
+            text += source(path)
+    comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", source(__file__), re.M))
     lines = [f"usage: python {os.path.basename(script)} [NAME=value ...]", ""]
     lines += [f"  {name + '=' + str(globals()[name]):26} {comments[name]}" for name in DEFAULTS
-              if re.search(rf"\bconfig\.{name}\b", source)]
+              if re.search(rf"\bconfig\.{name}\b", text)]
     return "\n".join(lines)
 
 
@@ -172,5 +177,5 @@ def run(main, script):
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print("stopped" + ("; RESUME=True goes on from what was saved" if "RESUME=" in help_text(script) else ""), file=sys.stderr)
         sys.exit(130)

@@ -16,9 +16,8 @@ import config
 from model import SimCSEEncoder, alignment_and_uniformity
 
 
-def pick_device(name=None):
+def pick_device(name):
     """The torch device of a name; "auto" takes cuda, else mps, else cpu. Raises ValueError for one that isn't there."""
-    name = name or config.DEVICE
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -138,7 +137,7 @@ def print_table(rows):
 
 
 def main():
-    device = pick_device()
+    device = pick_device(config.DEVICE)
     if config.CHECKPOINT:
         names = {config.CHECKPOINT: config.CHECKPOINT}
     else:

@@ -91,7 +91,7 @@ def two_views(encoder, idx, attention_mask):
 
 
 def main():
-    started, device, folder = time.time(), pick_device(), run_folder()
+    started, device, folder = time.time(), pick_device(config.DEVICE), run_folder()
     sentences = load_sentences()
     encoder = starting_encoder(sentences).to(device)
     idx, attention_mask = tokenize_corpus(encoder, sentences)

@@ -1,0 +1,420 @@
+"""Stops, damage and mistakes: each either works or ends in one clear line, with nothing half-written."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import checkpoint
+import config
+import evaluate
+import runs
+import train
+from conftest import HERE, TINY, contents, sample_sentences, script
+from fake_hub import serve
+from model import SimCSEEncoder
+
+
+# ---------------------------------------------------------------------------- runs that stop
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [2, 5, 8, 10])
+def test_a_stopped_run_resumes_to_the_same_bytes(workshop, monkeypatch, step):
+    config.RUN_NAME = "whole"
+    train.main()
+    calls = []
+
+    def loss(*arguments):
+        calls.append(1)
+        if len(calls) == step:
+            raise Killed
+        return original(*arguments)
+    original = train.simcse_loss
+    config.RUN_NAME = "stopped"
+    monkeypatch.setattr(train, "simcse_loss", loss)
+    with pytest.raises(Killed):
+        train.main()
+    monkeypatch.setattr(train, "simcse_loss", original)
+    folder = runs.run_folder()
+    assert [row["step"] for row in runs.read_metrics(folder, 99)] == list(range(0, step, 4))     # valid, whatever happened
+    with pytest.raises(ValueError, match="stopped is there already, unfinished: go on with RESUME=True"):
+        train.main()
+    config.RESUME = True
+    train.main()
+    assert contents(folder) == contents(workshop / "checkpoints" / "whole")
+    with pytest.raises(ValueError, match="finished"):
+        train.main()
+
+
+def test_what_becomes_of_a_run_that_is_there(workshop):
+    config.RUN_NAME = "mine"
+    train.main()
+    before = contents(runs.run_folder())
+    with pytest.raises(ValueError, match="mine is there already, finished: name another .*OVERWRITE=True"):
+        train.main()
+    assert contents(runs.run_folder()) == before
+    config.OVERWRITE, config.SEED = True, 7
+    train.main()
+    assert contents(runs.run_folder()) != before
+    config.OVERWRITE, config.RESUME, config.RUN_NAME = False, True, "other"
+    with pytest.raises(ValueError, match="no run other to resume"):
+        train.main()
+    (workshop / "checkpoints" / "precious").mkdir()
+    (workshop / "checkpoints" / "precious" / "thesis.txt").write_text("mine")
+    config.OVERWRITE, config.RESUME, config.RUN_NAME = True, False, "precious"
+    with pytest.raises(ValueError, match="no run of train.py"):
+        train.main()
+    assert (workshop / "checkpoints" / "precious" / "thesis.txt").exists()
+
+
+def test_resume_refuses_other_settings_or_another_corpus(workshop, monkeypatch):
+    config.RUN_NAME = "r"
+    monkeypatch.setattr(train, "simcse_loss", lambda *_: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        train.main()
+    config.RESUME, config.TEMPERATURE = True, 0.1
+    with pytest.raises(ValueError, match="begun with TEMPERATURE=0.05, now it is 0.1"):
+        train.main()
+    config.TEMPERATURE = 0.05
+    with open(workshop / "data" / "sentences.txt", "a", encoding="utf-8") as file:
+        file.write("\nOne more sentence that was not there before.\n")
+    with pytest.raises(ValueError, match="begun with .*corpus"):
+        train.main()
+
+
+def test_non_finite_loss_stops_with_step_and_rate(workshop, monkeypatch):
+    original = train.simcse_loss
+    calls = []
+
+    def loss(z1, z2, temperature):
+        calls.append(1)
+        return original(z1, z2, temperature) * (math.nan if len(calls) == 6 else 1)
+    monkeypatch.setattr(train, "simcse_loss", loss)
+    with pytest.raises(ValueError, match=r"nan at step 6, learning rate \d.*step 4 is in"):
+        train.main()
+    SimCSEEncoder.from_pretrained(runs.run_folder())
+
+
+def test_disk_full_leaves_the_checkpoint_that_was_there(workshop, monkeypatch):
+    encoder = train.starting_encoder(sample_sentences())
+    encoder.save_pretrained(workshop / "ck")
+    before = contents(workshop / "ck")
+    torch.nn.init.ones_(encoder.token_embedding.weight)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        encoder.save_pretrained(workshop / "ck")
+    assert contents(workshop / "ck") == before                          # no half of a file, no temporary one
+
+
+# ---------------------------------------------------------------------------- what can be wrong
+
+def test_training_refuses_what_cannot_work(workshop):
+    config.BATCH_SIZE = 81
+    with pytest.raises(ValueError, match="BATCH_SIZE=81 is more than the corpus"):
+        train.main()
+    config.BATCH_SIZE, config.MAX_SEQ_LEN = 8, 65
+    with pytest.raises(ValueError, match="MAX_SEQ_LEN=65 .* 64 positions"):
+        train.main()
+    config.MAX_SEQ_LEN, config.DEVICE = 32, "cuda:9"
+    with pytest.raises(ValueError, match="DEVICE=cuda:9"):
+        train.main()
+    config.DEVICE = "cpu"
+    os.remove(workshop / "data" / "sentences.txt")
+    with pytest.raises(FileNotFoundError, match="download_data.py"):
+        train.main()
+    assert not os.path.exists(config.checkpoints)                       # nothing was begun
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A sound checkpoint folder, to be spoilt."""
+    torch.manual_seed(0)
+    SimCSEEncoder(checkpoint.train_tokenizer(sample_sentences(), 200), n_layer=1, n_embd=32, n_head=2).save_pretrained(tmp_path)
+    return tmp_path
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch " + Bomb.target,)
+
+
+def spoil(folder, case):
+    """Make a checkpoint wrong in one way."""
+    from safetensors.torch import load_file, save_file
+    weights, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(weights)
+    if case == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif case == "weights of another shape":
+        save_file(tensors | {"embeddings.word_embeddings.weight": torch.zeros(tensors["embeddings.word_embeddings.weight"].shape[0], 64)}, weights)
+    elif case == "a weight is missing":
+        del tensors["encoder.layer.0.output.dense.bias"]
+        save_file(tensors, weights)
+    elif case == "a weight too many":
+        save_file(tensors | {"encoder.layer.1.output.dense.bias": torch.zeros(32)}, weights)
+    elif case == "weights swapped for text":
+        weights.write_text("these are no weights")
+    elif case == "no weights":
+        weights.unlink()
+    elif case in ("malicious pickle", "truncated pickle"):
+        weights.unlink()
+        Bomb.target = str(folder / "exploded")
+        torch.save({"embeddings.word_embeddings.weight": Bomb()} if case == "malicious pickle" else tensors, folder / "pytorch_model.bin")
+        if case == "truncated pickle":
+            (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:500])
+    elif case == "no config":
+        (folder / "config.json").unlink()
+    elif case == "config is no JSON":
+        (folder / "config.json").write_text("{")
+    elif case == "config lacks a size":
+        del settings["hidden_size"]
+        (folder / "config.json").write_text(json.dumps(settings))
+    elif case == "vocabulary of another size":
+        (folder / "tokenizer.json").unlink()
+        with open(folder / "vocab.txt", "a") as file:
+            file.write("".join(f"extra{i}\n" for i in range(9)))
+    elif case == "vocabulary without [CLS]":
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.txt").write_text((folder / "vocab.txt").read_text().replace("[CLS]", "[CLASS]"))
+    elif case == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.txt").unlink()
+    elif case == "tokenizer is no JSON":
+        (folder / "tokenizer.json").write_text("[]")
+    elif case == "max pooling":
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    else:
+        key, value = case.split("=")
+        (folder / "config.json").write_text(json.dumps(settings | {key: value}))
+
+
+WRONG = {"truncated weights": "can't be read as weights", "weights swapped for text": "can't be read as weights",
+         "weights of another shape": r"embeddings.word_embeddings.weight has the shape \(\d+, 64\)",
+         "a weight is missing": "lacks the weight encoder.layer.0.output.dense.bias",
+         "a weight too many": "holds a weight that BERT does not have: encoder.layer.1.output.dense.bias",
+         "no weights": "neither model.safetensors nor pytorch_model.bin", "malicious pickle": "can't be read as weights",
+         "truncated pickle": "can't be read as weights", "no config": "no checkpoint: it has no config.json",
+         "config is no JSON": "config.json is not valid JSON", "config lacks a size": "no number for hidden_size",
+         "vocabulary of another size": "do not belong together", "vocabulary without [CLS]": r"lacks \[CLS\]",
+         "no tokenizer": "neither tokenizer.json nor vocab.txt", "tokenizer is no JSON": "can't be read as a tokenizer",
+         "max pooling": "pooling_mode_max_tokens", "model_type=roberta": "a roberta model: only BERT",
+         "model_type=distilbert": "a distilbert model", "model_type=modernbert": "a modernbert model",
+         "hidden_act=relu": "hidden_act is 'relu'", "position_embedding_type=relative_key": "position_embedding_type"}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_checkpoints_that_do_not_fit(folder, case):
+    spoil(folder, case)
+    with pytest.raises((ValueError, OSError), match=WRONG[case]) as caught:
+        SimCSEEncoder.from_pretrained(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not os.path.exists(folder / "exploded")
+
+
+# ---------------------------------------------------------------------------- the Hub
+
+FIND = "import checkpoint; from model import SimCSEEncoder as E; e = E.from_pretrained('tiny/bert'); print(e.shape['n_embd'])"
+
+
+def ask_hub(code, url, home, **environment):
+    """Start Python code that talks to a Hub of ours, in a process of its own, as the client reads its settings on import."""
+    return subprocess.Popen([sys.executable, "-c", code], cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env=os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | environment)
+
+
+def test_bert_from_the_hub(folder, tmp_path_factory):
+    """A tiny BERT through the real client: fetched, cut off and fetched, cached, and all that can go wrong with the Hub."""
+    home = tmp_path_factory.mktemp("home")
+    repos = {"models/tiny/bert": {name: data for name, data in contents(folder).items()} | {"pytorch_model.bin": b"unwanted"}}
+    log = []
+    with serve(repos, log=log) as url, serve(repos, "cut") as cut, serve(repos, 429) as busy, serve(repos, 500) as broken, \
+            serve(repos, 401) as private, serve({}) as empty, serve(repos, "slow") as slow:
+        tries = {"fetched": ask_hub(FIND, url, home / "a"), "cut": ask_hub(FIND, cut, home / "b"),
+                 "429": ask_hub(FIND, busy, home / "c"), "500": ask_hub(FIND, broken, home / "d"),
+                 "private": ask_hub(FIND, private, home / "e"), "none": ask_hub(FIND, empty, home / "f")}
+        results = {name: (*process.communicate(timeout=100), process.returncode) for name, process in tries.items()}
+        started = time.time()
+        results["slow"] = (*(process := ask_hub(FIND, slow, home / "g")).communicate(timeout=100), process.returncode)
+        assert time.time() - started < 40               # ten seconds for the Hub, the rest for the start of Python
+        results["offline, empty cache"] = (*(process := ask_hub(FIND, url, home / "h", HF_HUB_OFFLINE="1")).communicate(), process.returncode)
+    closed = url                                        # nobody listens there any more
+    for name, environment in (("cache, no Hub", {}), ("cache, offline", {"HF_HUB_OFFLINE": "1"})):
+        process = ask_hub(FIND, closed, home / "a", **environment)
+        results[name] = (*process.communicate(timeout=100), process.returncode)
+    for name in ("fetched", "cut", "cache, no Hub", "cache, offline"):
+        assert results[name][0] == "32\n" and results[name][2] == 0, (name, results[name])
+    assert not [path for _, path, _ in log if path.endswith(".bin")]    # safetensors is there: no need for the pickle
+    for name, words in {"429": "429", "500": "500", "private": "private", "none": "no such model on the Hub", "slow": "timed out",
+                        "offline, empty cache": "HF_HUB_OFFLINE"}.items():
+        last = results[name][1].strip().splitlines()[-1]
+        assert results[name][2] == 1 and last.startswith(("OSError: tiny/bert", "FileNotFoundError: tiny/bert")), (name, results[name])
+        assert words in last, (name, last)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "../checkpoints/nothing", "/nowhere", "a b", ""])
+def test_names_that_neither_a_folder_nor_the_hub_could_have(name):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        checkpoint.find(name)
+
+
+# ---------------------------------------------------------------------------- the knobs
+
+NUMBERS = [name for name, value in config.DEFAULTS.items() if type(value) in (int, float)]
+
+
+@pytest.fixture
+def knobs(monkeypatch):
+    for name, value in config.DEFAULTS.items():
+        monkeypatch.setattr(config, name, value)
+    monkeypatch.setattr(config, "overridden", set())
+
+
+@pytest.mark.parametrize("name", config.DEFAULTS)
+def test_every_knob(knobs, name):
+    """Set from the shell, misspelt, of a wrong type in the file, of a wrong type from the shell."""
+    default = config.DEFAULTS[name]
+    config.override([f"{name}={default}"])
+    assert getattr(config, name) == default and type(getattr(config, name)) is type(default)
+    with pytest.raises(ValueError, match=f"did you mean {name}"):
+        config.override([f"{name}X={default}"])
+    if type(default) is not str:
+        with pytest.raises(ValueError, match=f"{name} must be .*'maybe'"):
+            config.override([f"{name}=maybe"])
+    for wrong in (None, [default], 5 if type(default) is str else "5", 1 if type(default) is bool else True):
+        setattr(config, name, wrong)
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            config.check()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_out_of_range(knobs, name):
+    for wrong in (-1, -0.5, math.nan, math.inf, -math.inf):
+        setattr(config, name, type(config.DEFAULTS[name])(wrong) if math.isfinite(wrong) else wrong)
+        if getattr(config, name) == 0:          # -0.5 as a whole number
+            continue
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            config.check()
+
+
+@pytest.mark.parametrize("argument, said", [
+    ("DROPOUT=1", "DROPOUT must be a number of at least 0 and below 1, not 1.0"), ("BATCH_SIZE=1", "no negatives"),
+    ("TEMPERATURE=0", "TEMPERATURE must be a number above 0"), ("POOLER=max", "POOLER must be cls or mean, not 'max'"),
+    ("SPLIT=train", "SPLIT must be validation or test"), ("EPOCHS=2.5", "EPOCHS must be a whole number, not '2.5'"),
+    ("FIXED_MASK=yes", "FIXED_MASK must be True or False"), ("N_HEAD=7", "N_EMBD=256 must be divisible by N_HEAD=7"),
+    ("RUN_NAME=../elsewhere", "RUN_NAME must be a folder name"), ("dropout=0.2", "did you mean DROPOUT?"),
+    ("MAX_SEQ_LEN=2", "MAX_SEQ_LEN must be"), ("WARMUP_RATIO=1.5", "from 0 to 1"), ("INIT=", "INIT must be set"),
+    ("SEED=-1", "SEED must be"), ("LEARNING_RATE=inf", "LEARNING_RATE must be"), ("DROPOUT", "NAME=value"),
+    ("zzzzzz=1", "--help lists them")])
+def test_command_line_mistakes(knobs, argument, said):
+    with pytest.raises(ValueError) as caught:
+        config.override([argument])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_command_line(tmp_path):
+    """The scripts end with one line on stderr and the right exit status, whatever a reader types."""
+    for arguments, status, words in (
+            (["DROPUOT=0.1"], 2, "unknown knob 'DROPUOT': did you mean DROPOUT?"), (["--fast"], 2, "NAME=value")):
+        done = script("train.py", *arguments)
+        assert done.returncode == status and words in done.stderr
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and done.stdout == ""
+    done = script("evaluate.py", f"CHECKPOINT={tmp_path}")
+    assert done.returncode == 1 and done.stderr == f"error: {tmp_path} is no checkpoint: it has no config.json\n"
+    done = script("train.py", "--help")
+    assert done.returncode == 0 and "DROPOUT=0.1" in done.stdout and "CHECKPOINT" not in done.stdout
+
+
+# ---------------------------------------------------------------------------- the same bytes, whatever happens
+
+def own_copy(workshop):
+    """The scripts, copied next to the workshop's data, to be run, and killed, as processes."""
+    for name in os.listdir(HERE):
+        if name.endswith(".py"):
+            (workshop / name).write_bytes(open(os.path.join(HERE, name), "rb").read())
+    return [f"{name}={value}" for name, value in TINY.items()]
+
+
+def test_ctrl_c(workshop):
+    knobs = own_copy(workshop)
+    process = subprocess.Popen([sys.executable, "train.py", *knobs, "EPOCHS=1000", "RUN_NAME=r"], cwd=workshop, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    metrics = workshop / "checkpoints" / "r" / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said
+    assert said.splitlines()[-1] == "stopped; RESUME=True goes on from what was saved"
+    assert len(runs.read_metrics(workshop / "checkpoints" / "r", 10**9)) >= 3
+    SimCSEEncoder.from_pretrained(str(workshop / "checkpoints" / "r"))
+
+
+KILL = """
+import os, random, signal, sys
+import config, checkpoint, train
+plan = random.Random(int(sys.argv.pop()))
+places = {"step": (train, "simcse_loss", plan.randint(1, 14)), "write": (checkpoint.os, "fsync", plan.randint(1, 40)),
+          "rename": (checkpoint.os, "replace", plan.randint(1, 40))}
+module, name, left = places[plan.choice(list(places))]
+original = getattr(module, name)
+def deadly(*arguments):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+setattr(module, name, deadly)
+config.run(train.main, train.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_the_run_ends_with_the_same_bytes(workshop):
+    """SIGKILL at random steps, in the middle of random writes and before random renames; each time the run goes on."""
+    knobs = own_copy(workshop) + ["EPOCHS=16", "EVAL_INTERVAL=8"]       # 160 steps
+    def launch(name, *more):
+        return subprocess.run([sys.executable, "-c", KILL, *knobs, f"RUN_NAME={name}", *more], cwd=workshop, text=True,
+                              capture_output=True, timeout=300)
+    assert subprocess.run([sys.executable, "train.py", *knobs, "RUN_NAME=whole"], cwd=workshop, capture_output=True).returncode == 0
+    folder, kills, seed = workshop / "checkpoints" / "killed", 0, 0
+    while kills < 20:
+        seed += 1
+        begun = (folder / "run.json").exists()
+        done = launch("killed", *["RESUME=True"] * begun, str(seed))
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        kills += 1
+        if (folder / "metrics.csv").exists():
+            runs.read_metrics(folder, 10**9)
+        if (folder / "model.safetensors").exists():
+            SimCSEEncoder.from_pretrained(str(folder))
+    assert kills == 20
+    done = subprocess.run([sys.executable, "train.py", *knobs, "RUN_NAME=killed", "RESUME=True"], cwd=workshop, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    left = {name: data for name, data in contents(folder).items() if not name.endswith(".tmp")}
+    assert left == contents(workshop / "checkpoints" / "whole")
+
+
+def test_one_or_two_threads_give_the_same_score(workshop):
+    threads = torch.get_num_threads()
+    encoder = train.starting_encoder(sample_sentences())
+    results = []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        results.append(evaluate.measure(encoder))
+    torch.set_num_threads(threads)
+    assert abs(results[0]["spearman"] - results[1]["spearman"]) < 5e-5
