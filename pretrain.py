@@ -63,33 +63,28 @@ class MaskedLanguageHead(nn.Module):
 def show_neighbours(encoder):
     """Start four heads of the first two layers at looking one and two tokens to the left and to the right.
 
-    A new BERT attends evenly to all tokens, sees a bag of words, and learns little more than their frequencies until it
-    has found out where a neighbour is, which takes millions of tokens. Here it is told. Position t is a clock with D/2
-    hands, D the width of a head: hand k stands at the angle w_k t, w_k = 2 pi (k + 1/2) / D. Two such clocks match
-    (sum_k cos w_k (i - j) is D/2) where i = j, and cancel to 0 at every other distance below D. So a query that
-    turns its hands on by w_k * offset finds exactly the token at that offset. All of it are ordinary first values of BERT's
-    weights, free to change in training.
+    A new BERT attends evenly to all tokens, sees a bag of words, and learns little more than their frequencies until it has
+    found out where a neighbour is, which takes millions of tokens. Here it is told. Position t is a clock of D/2 hands, D the
+    width of a head; hand k stands at the angle w_k t, with w_k = 2 pi (k + 1/2) / D. The product of two clocks,
+    sum_k cos w_k (i - j), is D/2 where i = j and 0 at every other distance below D. So a query that turns its hands on by
+    w_k times an offset finds the key at just that offset. These are first values of BERT's ordinary weights, free to change.
     """
-    size = encoder.token_embedding.embedding_dim // encoder.shape["n_head"] // 2 * 2        # D, even
-    amplitude, n_embd = 0.1, encoder.token_embedding.embedding_dim
-    speed = 2 * math.pi * (torch.arange(size // 2) + 0.5) / size                            # (D/2,) angle per position
-    angle = torch.arange(encoder.n_positions)[:, None] * speed                              # (positions, D/2)
+    n_embd, n_head = encoder.token_embedding.embedding_dim, encoder.shape["n_head"]
+    width, hands, amplitude, logit = n_embd // n_head, n_embd // n_head // 2, 0.1, 4.0
+    speed = math.pi * (torch.arange(hands) + 0.5) / hands                                   # (hands,) angle a position
+    angle = torch.arange(encoder.n_positions)[:, None] * speed                              # (positions, hands)
     encoder.segment_embedding.weight.zero_()
     encoder.position_embedding.weight.mul_(0.1)
-    encoder.position_embedding.weight[:, :size] = amplitude * torch.cat([angle.cos(), angle.sin()], 1)
-    # the LayerNorm divides by the embedding's size: tokens' 0.02 in every dimension, and the clock's in the first D
-    shown = amplitude / math.sqrt(0.02**2 + amplitude**2 * size / 2 / n_embd)
-    scale = math.sqrt(4 * math.sqrt(n_embd / encoder.shape["n_head"]) / (shown**2 * size / 2))      # a logit of 4
+    encoder.position_embedding.weight[:, :2 * hands] = amplitude * torch.cat([angle.cos(), angle.sin()], 1)
+    # what the first LayerNorm makes of the amplitude: it divides by the size of tokens (0.02 in each dimension) and clock
+    seen = amplitude / math.sqrt(0.02**2 + amplitude**2 * hands / n_embd)
+    scale = math.sqrt(logit * math.sqrt(width) / (seen**2 * hands))
     for block in encoder.blocks[:2]:
-        for head, offset in enumerate((-1, 1, -2, 2)[:encoder.shape["n_head"]]):
-            turn, eye = speed * offset, torch.eye(size // 2)
-            rows = slice(head * (n_embd // encoder.shape["n_head"]), (head + 1) * (n_embd // encoder.shape["n_head"]))
-            for layer, cos, sin in ((block.attention.query, turn.cos(), turn.sin()),
-                                    (block.attention.key, torch.ones_like(turn), torch.zeros_like(turn))):
-                weight = torch.zeros_like(layer.weight[rows])
-                weight[:size, :size] = scale * torch.cat([torch.cat([eye * cos, -eye * sin], 1),
-                                                          torch.cat([eye * sin, eye * cos], 1)])
-                layer.weight[rows] = weight
+        for head, offset in enumerate((-1, 1, -2, 2)[:n_head]):
+            for layer, turn in ((block.attention.query, speed * offset), (block.attention.key, speed * 0)):
+                cos, sin = torch.diag(turn.cos()), torch.diag(turn.sin())                   # (hands, hands)
+                rows = layer.weight[head * width:(head + 1) * width]                        # (width, C), a view
+                rows.zero_()[:2 * hands, :2 * hands] = scale * torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)])
 
 
 def predict(encoder, head, masked):
@@ -147,9 +142,9 @@ def build(tokenizer, corpus, device):
     head = MaskedLanguageHead(encoder).to(device)
     show_neighbours(encoder)
     counts = np.bincount(corpus["tokens"], minlength=len(head.bias)) + 1
-    with torch.no_grad():                                       # start at the tokens' frequencies
+    with torch.no_grad():                                       # the first guess: how frequent each token is
         head.bias.copy_(torch.from_numpy(np.log(counts / counts.sum())))
-    named = [(name, p) for name, p in [*encoder.named_parameters(), *head.named_parameters()] if not name.startswith("mlp_head")]
+    named = [(name, p) for module in (encoder, head) for name, p in module.named_parameters() if "mlp_head" not in name]
     # without decay: vectors, and positions, or those that few inputs reach would fade
     matrices = [p for name, p in named if p.dim() > 1 and "position" not in name]
     others = [p for name, p in named if not (p.dim() > 1 and "position" not in name)]
@@ -235,7 +230,7 @@ def stop_signals():
 
 
 def train(encoder, head, optimizer, corpus, progress, run):
-    """Train from `progress` on until MAX_TOKENS or a signal; the state is kept in the folder `run`. Returns whether it is done.
+    """Train from `progress` on until MAX_TOKENS or a signal, keeping the state in the folder `run`; returns whether it is done.
 
     progress: counters of tokens, steps, epochs, batches of the epoch (position) and seconds, the losses since the last
     validation, and a row of metrics for each validation.
@@ -284,9 +279,9 @@ def train(encoder, head, optimizer, corpus, progress, run):
             done = progress["tokens"] >= config.MAX_TOKENS
             if done or progress["tokens"] // config.VALIDATION_INTERVAL > before // config.VALIDATION_INTERVAL:
                 held_out_loss, accuracy = validate(encoder, head, validation)
-                row = {"step": progress["step"], "tokens": progress["tokens"], "hours": progress["seconds"] / 3600, "rate": rate,
-                       "train_loss": float(np.mean(progress["losses"])), "loss": held_out_loss, "accuracy": accuracy,
-                       **stsb(encoder)}
+                row = {"step": progress["step"], "tokens": progress["tokens"], "hours": progress["seconds"] / 3600,
+                       "rate": rate, "train_loss": float(np.mean(progress["losses"])), "loss": held_out_loss,
+                       "accuracy": accuracy, **stsb(encoder)}
                 progress.update(losses=[], history=[*progress["history"], row])
                 bar.write("  ".join(f"{name} {value:.5g}" for name, value in row.items() if value is not None))
                 draw_curves(run, progress["history"])
@@ -305,6 +300,8 @@ def main():
         raise ValueError(f"{run} holds a run already: go on with RESUME=True, or replace it with OVERWRITE=True")
     if config.RESUME and not os.path.exists(state):
         raise ValueError(f"there is no run in {run} to resume")
+    if os.path.exists(state) and not config.RESUME:
+        os.remove(state)
     os.makedirs(run, exist_ok=True)
     tokenizer, corpus = spans.prepare(run, keep=config.RESUME)
     encoder, head, optimizer = build(tokenizer, corpus, device)

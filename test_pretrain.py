@@ -19,9 +19,9 @@ import spans
 from model import SimCSEEncoder
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-KNOBS = {"N_LAYER": 2, "N_EMBD": 64, "N_HEAD": 4, "N_POSITIONS": 48, "VOCAB_SIZE": 300, "BLOCK_SIZE": 24, "TOKENS_PER_STEP": 256,
-         "MAX_TOKENS": 8_000, "WARMUP_TOKENS": 1_000, "VALIDATION_TOKENS": 1_000, "VALIDATION_INTERVAL": 4_000, "HELD_OUT": 10,
-         "DEVICE": "cpu"}
+KNOBS = {"N_LAYER": 2, "N_EMBD": 64, "N_HEAD": 4, "N_POSITIONS": 48, "VOCAB_SIZE": 300, "BLOCK_SIZE": 24,
+         "TOKENS_PER_STEP": 256, "MAX_TOKENS": 8_000, "WARMUP_TOKENS": 1_000, "VALIDATION_TOKENS": 1_000,
+         "VALIDATION_INTERVAL": 4_000, "HELD_OUT": 10, "DEVICE": "cpu"}
 WORDS = "the a river town king queen war music art of in by near old new great small was is became built wrote saw".split()
 
 
@@ -58,6 +58,13 @@ def rows(folder):
 
 
 # ---------------------------------------------------------------------------- text to batches
+
+def test_the_vocabulary_is_the_same_every_time_and_leaves_rare_characters_out():
+    lines = text().split("\n") + ["".join(map(chr, range(0x4e00, 0x4e00 + 2_000)))]
+    vocabularies = [checkpoint.train_tokenizer(lines, 600).get_vocab() for _ in range(3)]
+    assert vocabularies[0] == vocabularies[1] == vocabularies[2] and len(vocabularies[0]) <= 600
+    assert {"queen", "music"} < set(vocabularies[0]) and sum("\u4e00" <= token[-1] for token in vocabularies[0]) < 300
+
 
 def test_the_corpus_loses_no_token_and_is_tokenised_once(folder):
     tokenizer, corpus = spans.prepare(str(folder))
@@ -104,7 +111,8 @@ def test_spans_hold_every_token_once_start_sentences_and_stay_in_their_article(f
 
 
 def test_a_sentence_longer_than_a_span_is_cut(folder):
-    (folder / "corpus.txt").write_text("\n\n".join(["Short one. " + "the river " * 50 + "end. Short two."] * 12), encoding="utf-8")
+    article = "Short one. " + "the river " * 50 + "end. Short two."
+    (folder / "corpus.txt").write_text("\n\n".join([article] * 12), encoding="utf-8")
     _, corpus = spans.prepare(str(folder))
     packed = spans.pack(corpus, range(12), np.random.default_rng(0))
     assert packed[:, 1].sum() == len(corpus["tokens"]) and packed[:, 1].max() <= 46
@@ -193,7 +201,8 @@ def test_the_folder_loads_in_transformers_with_its_head(model, folder):
         for p in [*encoder.parameters(), *head.parameters()]:                       # no weight may be left at its start
             p.add_(0.05 * torch.randn_like(p)).copy_(p.half())
     pretrain.save_encoder(str(folder / "mlm"), encoder, head)
-    theirs, report = transformers.BertForMaskedLM.from_pretrained(str(folder / "mlm"), output_loading_info=True, dtype=torch.float32)
+    theirs, report = transformers.BertForMaskedLM.from_pretrained(str(folder / "mlm"), output_loading_info=True,
+                                                                  dtype=torch.float32)
     assert not any(report.values()), report
     encoder.eval()
     theirs.eval()
@@ -280,7 +289,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("none.txt", None, "download_data.py"), ("line.txt", b"one line only", "too little"), ("cut.gz", b"\x1f\x8b\x08cut", "damaged")])
+    ("none.txt", None, "download_data.py"), ("line.txt", b"one line only", "too little"),
+    ("cut.gz", b"\x1f\x8b\x08cut", "damaged")])
 def test_a_corpus_that_is_none_is_one_line(folder, monkeypatch, name, content, message):
     if content:
         (folder / name).write_bytes(content)
