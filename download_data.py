@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 import zlib
 from collections import Counter
@@ -48,6 +49,22 @@ def summary(counts):
     return ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common())
 
 
+def watch(client):
+    """Give up on a Hub that falls silent half-way: the clients would try on for many minutes, or wait for ever.
+
+    `client` is the session that they share. Its requests get a time limit, and fail at once when none was answered for long.
+    """
+    waiting = []  # when the first request since the last answer went out
+
+    def asks(request):
+        if waiting and time.monotonic() - waiting[0] > 2 * SECONDS:
+            raise OSError("the Hub has stopped answering")
+        waiting[:] = waiting or [time.monotonic()]
+
+    client.timeout = SECONDS
+    client.event_hooks = {"request": [*client.event_hooks["request"][:1], asks], "response": [lambda response: waiting.clear()]}
+
+
 @contextlib.contextmanager
 def hub(repo):
     """Around a load from the Hub: ask for the dataset once and briefly, because the Hub's clients would retry for minutes,
@@ -55,7 +72,8 @@ def hub(repo):
     """
     global hub_down
     try:
-        from huggingface_hub import HfApi, constants
+        os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(SECONDS + 1))  # datasets' own: 100 s, and each wait is repeated
+        from huggingface_hub import HfApi, constants, get_session
         if not constants.HF_HUB_OFFLINE:
             if hub_down:
                 raise OSError(hub_down)
@@ -76,6 +94,7 @@ def hub(repo):
                     reason = f"it answers HTTP {status}" if status else one_line(answer[0])
                     hub_down = f"the Hub ({constants.ENDPOINT}) can't be used: {reason}"
                 raise OSError(hub_down or f"it isn't on the Hub, or is private (HTTP {status})")
+            watch(get_session())
         yield
     except Exception as error:
         raise OSError(f"{repo}: {one_line(error)}") from error

@@ -529,6 +529,14 @@ def test_a_silent_hub_costs_seconds_not_minutes(repos, data, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_hub_that_falls_silent_half_way_is_given_up(repos, data):
+    with serve(repos, "fades") as url:
+        done = script(data, "CORPUS=wikitext", before="d.SECONDS = 2", env={"HF_ENDPOINT": url})
+    assert done.returncode == 1 and done.error == "error: Salesforce/wikitext: the Hub has stopped answering"
+    assert done.seconds < 60
+
+
+@pytest.mark.slow
 def test_the_real_wheel(data):
     config.CORPUS = "vital"
     try:
