@@ -72,7 +72,6 @@ def hub(repo):
     """
     global hub_down
     try:
-        os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(SECONDS + 1))  # datasets' own: 100 s, and each wait is repeated
         from huggingface_hub import HfApi, constants, get_session
         if not constants.HF_HUB_OFFLINE:
             if hub_down:
