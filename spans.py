@@ -63,7 +63,7 @@ def prepare(folder, keep=False):
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first, or name a PRETRAIN_CORPUS=")
     with open(path, "rb") as file:
-        made_of = f"{hashlib.file_digest(file, 'sha256').hexdigest()} {config.VOCAB_SIZE} {config.HELD_OUT}"
+        made_of = f"{hashlib.sha256(file.read()).hexdigest()} {config.VOCAB_SIZE} {config.HELD_OUT}"
     if cached and str(cached["made_of"]) == made_of:
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
     print(f"learning {config.VOCAB_SIZE:,} tokens from {path}, then applying them: minutes, once")
