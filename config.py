@@ -136,13 +136,8 @@ def override(arguments):
     check()
 
 
-def settings():
-    """The present value of every knob, as a dict."""
-    return {name: globals()[name] for name in DEFAULTS}
-
-
-def help_text(script):
-    """The knobs that a script and its helpers read, found in their source, each with its value and its comment above."""
+def knobs_of(script):
+    """The names of the knobs that a script and its helpers read, found in their source."""
     def source(path):
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -151,11 +146,15 @@ def help_text(script):
         path = os.path.join(os.path.dirname(os.path.abspath(script)), module + ".py")
         if os.path.exists(path) and "__main__" not in source(path):         # another script has knobs of its own
             text += source(path)
-    comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", source(__file__), re.M))
-    lines = [f"usage: python {os.path.basename(script)} [NAME=value ...]", ""]
-    lines += [f"  {name + '=' + str(globals()[name]):26} {comments[name]}" for name in DEFAULTS
-              if re.search(rf"\bconfig\.{name}\b", text)]
-    return "\n".join(lines)
+    return [name for name in DEFAULTS if re.search(rf"\bconfig\.{name}\b", text)]
+
+
+def help_text(script):
+    """A script's knobs, each with its value and its comment above."""
+    with open(__file__, encoding="utf-8") as file:
+        comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", file.read(), re.M))
+    return "\n".join([f"usage: python {os.path.basename(script)} [NAME=value ...]", ""]
+                     + [f"  {name + '=' + str(globals()[name]):26} {comments[name]}" for name in knobs_of(script)])
 
 
 def run(main, script):
@@ -177,5 +176,5 @@ def run(main, script):
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped" + ("; RESUME=True goes on from what was saved" if "RESUME=" in help_text(script) else ""), file=sys.stderr)
+        print("stopped" + ("; RESUME=True goes on from what was saved" if "RESUME" in knobs_of(script) else ""), file=sys.stderr)
         sys.exit(130)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import config
+import train
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SAMPLE = os.path.join(HERE, "data", "stsb_sample")
@@ -27,6 +28,7 @@ def workshop(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "overridden", set())
     for name, value in (config.DEFAULTS | TINY).items():
         monkeypatch.setattr(config, name, value)
+    monkeypatch.setattr(train, "draw_curves", lambda *_: None)      # drawing takes longer than these runs
     (tmp_path / "data" / "stsb").mkdir(parents=True)
     (tmp_path / "data" / "sentences.txt").write_text("\n".join(sample_sentences()[:80]), encoding="utf-8")
     for split in ("validation", "test"):

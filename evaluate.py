@@ -26,6 +26,14 @@ def pick_device(name):
         raise ValueError(f"DEVICE={name} can't be used: {str(error).splitlines()[0]}") from None
 
 
+def computes_in_bf16(device):
+    """Whether bfloat16 arithmetic is in the hardware; emulated, it is slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+
+
 def load_sts_b(split="validation"):
     """The sentence pairs of a split and their scores, as download_data.py wrote them.
 

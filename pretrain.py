@@ -21,10 +21,9 @@ from tqdm import tqdm
 import checkpoint
 import config
 import spans
-from evaluate import measure, pick_device
+from evaluate import computes_in_bf16, measure, pick_device
 from model import SimCSEEncoder
-from runs import write_metrics
-from train import computes_in_bf16
+from runs import draw_curves, write_metrics
 
 # what a run keeps once it has started (MAX_TOKENS may change)
 RECIPE = ["N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE",
@@ -201,11 +200,12 @@ def save_encoder(folder, encoder, head):
                     head={name: tensor.half() for name, tensor in head.weights().items()})
 
 
-def draw_curves(folder, history):
+def keep_metrics(folder, history):
     """metrics.csv and curves.png."""
     if history:
-        write_metrics(folder, history, {"train_loss": "loss (nats)", "loss": "loss on held-out articles (nats)",
-                                        "accuracy": "accuracy on held-out articles", "stsb_mean": "STS-B dev, mean pooling"})
+        write_metrics(folder, history)
+        draw_curves(folder, history, {"train_loss": "loss (nats)", "loss": "loss on held-out articles (nats)",
+                                      "accuracy": "accuracy on held-out articles", "stsb_mean": "STS-B dev, mean pooling"})
 
 
 @torch.no_grad()
@@ -235,7 +235,7 @@ def train(encoder, head, optimizer, corpus, progress, run):
     progress: counters of tokens, steps, epochs, batches of the epoch (position) and seconds, the losses since the last
     validation, and a row of metrics for each validation.
     """
-    device, vocab_size = encoder.token_embedding.weight.device, encoder.shape["vocab_size"]
+    vocab_size = encoder.shape["vocab_size"]
     articles = range(len(corpus["firsts"]) - 1)
     rng = np.random.default_rng([config.SEED, 2**32])           # always the same text under the same masks
     validation, left = [], config.VALIDATION_TOKENS
@@ -284,7 +284,7 @@ def train(encoder, head, optimizer, corpus, progress, run):
                        "accuracy": accuracy, **stsb(encoder)}
                 progress.update(losses=[], history=[*progress["history"], row])
                 bar.write("  ".join(f"{name} {value:.5g}" for name, value in row.items() if value is not None))
-                draw_curves(run, progress["history"])
+                keep_metrics(run, progress["history"])
                 save_encoder(os.path.join(run, "latest"), encoder, head)            # to try it while the run goes on
             if stopped or done or now - saved >= 60 * config.SAVE_MINUTES:
                 save_state(os.path.join(run, "state.pt"), encoder, head, optimizer, progress)
@@ -314,7 +314,7 @@ def main():
         raise KeyboardInterrupt
 
     save_encoder(config.MLM_FOLDER, encoder, head)
-    draw_curves(config.MLM_FOLDER, progress["history"])
+    keep_metrics(config.MLM_FOLDER, progress["history"])
     checkpoint.write_json(os.path.join(config.MLM_FOLDER, "pretraining.json"), {
         "settings": {name: getattr(config, name) for name in [*RECIPE, "MAX_TOKENS"]}, **progress["history"][-1],
         "epochs": progress["epoch"], "corpus_sha256": str(corpus["made_of"]).split()[0]})

@@ -20,12 +20,12 @@ from checkpoint import write_atomically, write_json
 matplotlib.use("Agg")       # files only: a run needs no screen
 import matplotlib.pyplot as plt                                     # noqa: E402
 
-NOT_TRAINING = {"CORPUS", "STSB", "DEVICE", "RUN_NAME", "OVERWRITE", "RESUME", "CHECKPOINT", "SPLIT"}
 
 
 def training_settings():
-    """The knobs on which the outcome of a run depends, as a dict."""
-    return {name: value for name, value in config.settings().items() if name not in NOT_TRAINING}
+    """The knobs on which the outcome of a run of train.py depends, as a dict."""
+    names = config.knobs_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
+    return {name: getattr(config, name) for name in names if name not in ("DEVICE", "RUN_NAME", "OVERWRITE", "RESUME")}
 
 
 def run_folder():
@@ -110,13 +110,17 @@ def load_state(folder, encoder, optimizer, device):
     return int(tensors["step"])
 
 
-def write_metrics(folder, rows, titles):
-    """Write rows (dicts with a "step") to metrics.csv, and draw one curve a title (column name to title) into curves.png."""
+def write_metrics(folder, rows):
+    """Write rows, dicts with the same keys, to metrics.csv."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(os.path.join(folder, "metrics.csv"), text.getvalue().encode())
+
+
+def draw_curves(folder, rows, titles):
+    """Draw columns of the rows over their "step" into curves.png, one picture a title (a dict from column to title)."""
     figure, axes = plt.subplots(1, len(titles), figsize=(4 * len(titles), 3.5), layout="constrained")
     for axis, (column, title) in zip(axes, titles.items()):
         points = [(row["step"], row[column]) for row in rows if row[column] is not None]

@@ -204,7 +204,8 @@ def test_equal_rows_leave_the_corpus(workshop):
     assert len(idx) == len(attention_mask) == len({tuple(row) for row in encoder.tokenize(sentences, 8)[0].tolist()})
 
 
-def test_training_learns_and_leaves_what_it_promises(workshop):
+def test_training_learns_and_leaves_what_it_promises(workshop, monkeypatch):
+    monkeypatch.setattr(train, "draw_curves", runs.draw_curves)
     config.EPOCHS, config.LEARNING_RATE, config.POOLER, config.EVAL_INTERVAL = 6, 3e-3, "mean", 15
     train.main()
     folder = runs.run_folder()

@@ -259,7 +259,7 @@ def test_validation_is_the_same_every_time(model):
 
 def test_a_killed_run_goes_on_to_the_same_bytes(folder, monkeypatch):
     curves = {}
-    monkeypatch.setattr(pretrain, "draw_curves", curves.__setitem__)                # drawing takes a second
+    monkeypatch.setattr(pretrain, "keep_metrics", curves.__setitem__)               # drawing takes a second
     monkeypatch.setattr(config, "MLM_FOLDER", str(folder / "whole"))
     pretrain.main()
     monkeypatch.setattr(config, "SAVE_MINUTES", 0.0)                                # from here on after every step

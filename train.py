@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 import config
 from checkpoint import train_tokenizer
-from evaluate import measure, pick_device, stsb_name
+from evaluate import computes_in_bf16, measure, pick_device, stsb_name
 from model import SimCSEEncoder, simcse_loss
-from runs import (load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state, update_run,
-                  write_metrics)
+from runs import (draw_curves, load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state,
+                  update_run, write_metrics)
 
 
 def load_sentences():
@@ -70,14 +70,6 @@ def make_optimizer(encoder):
                               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}])
 
 
-def computes_in_bf16(device):
-    """Whether bfloat16 arithmetic is in the hardware; emulated, it is slower than float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    able = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
-
-
 def two_views(encoder, idx, attention_mask):
     """The positive pairs of a batch: the same tokens (B, T), encoded twice under dropout. Returns z1, z2, (B, C) each."""
     random = random_source(idx.device)
@@ -117,8 +109,9 @@ def main():
         losses.clear()
         best = max((row["spearman"] for row in rows[1:] if not math.isnan(row["spearman"])), default=-math.inf)
         rows.append(now)
-        write_metrics(folder, rows, {"loss": "loss (nats)", "spearman": f"Spearman x 100 ({stsb_name()})",
-                                     "alignment": "alignment (lower is better)", "uniformity": "uniformity (lower is better)"})
+        write_metrics(folder, rows)
+        draw_curves(folder, rows, {"loss": "loss (nats)", "spearman": f"Spearman x 100 ({stsb_name()})",
+                                   "alignment": "alignment (lower is better)", "uniformity": "uniformity (lower is better)"})
         if step and now["spearman"] > best:
             encoder.save_pretrained(folder)
         save_state(folder, encoder, optimizer, step, device)
