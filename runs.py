@@ -62,7 +62,7 @@ def open_run(folder, corpus):
             raise ValueError(f"{name} is there already, " + ("finished: " if run["finished"] else
                              "unfinished: go on with RESUME=True, ") + "name another with RUN_NAME=, or replace it with OVERWRITE=True")
         shutil.rmtree(folder)
-    elif os.path.isdir(folder) and os.listdir(folder):
+    elif os.path.isdir(folder) and any(not entry.endswith(".tmp") for entry in os.listdir(folder)):
         raise ValueError(f"{folder} is there and is no run of train.py: choose another RUN_NAME")
     elif config.RESUME:
         raise ValueError(f"there is no run {name} to resume")

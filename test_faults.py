@@ -382,8 +382,8 @@ KILL = """
 import os, random, signal, sys
 import config, checkpoint, train
 plan = random.Random(int(sys.argv.pop()))
-places = {"step": (train, "simcse_loss", plan.randint(1, 14)), "write": (checkpoint.os, "fsync", plan.randint(1, 40)),
-          "rename": (checkpoint.os, "replace", plan.randint(1, 40))}
+places = {"step": (train, "simcse_loss", plan.randint(1, 10)), "write": (checkpoint.os, "fsync", plan.randint(1, 20)),
+          "rename": (checkpoint.os, "replace", plan.randint(1, 20))}
 module, name, left = places[plan.choice(list(places))]
 original = getattr(module, name)
 def deadly(*arguments):
@@ -401,28 +401,26 @@ config.run(train.main, train.__file__)
 def test_killed_twenty_times_the_run_ends_with_the_same_bytes(workshop):
     """SIGKILL at random steps, in the middle of random writes and before random renames; each time the run goes on."""
     knobs = own_copy(workshop) + ["EPOCHS=16", "EVAL_INTERVAL=8"]       # 160 steps
-    def launch(name, *more):
-        return subprocess.run([sys.executable, "-c", KILL, *knobs, f"RUN_NAME={name}", *more], cwd=workshop, text=True,
-                              capture_output=True, timeout=300)
-    assert subprocess.run([sys.executable, "train.py", *knobs, "RUN_NAME=whole"], cwd=workshop, capture_output=True).returncode == 0
-    folder, kills, seed = workshop / "checkpoints" / "killed", 0, 0
-    while kills < 20:
+
+    def launch(*command):
+        return subprocess.run([sys.executable, *command], cwd=workshop, text=True, capture_output=True, timeout=300)
+    assert launch("train.py", *knobs, "RUN_NAME=whole").returncode == 0
+    whole, kills, seed, finished = contents(workshop / "checkpoints" / "whole"), 0, 0, 0
+    while kills < 20 or not finished:
         seed += 1
-        begun = (folder / "run.json").exists()
-        done = launch("killed", *["RESUME=True"] * begun, str(seed))
+        folder = workshop / "checkpoints" / f"killed{finished}"     # a run that gets through is compared, and another begun
+        arguments = [*knobs, f"RUN_NAME={folder.name}", *["RESUME=True"] * (folder / "run.json").exists()]
+        done = launch("-c", KILL, *arguments, str(seed)) if kills < 20 else launch("train.py", *arguments)
         if done.returncode == 0:
-            break
+            finished += 1
+            assert {path: data for path, data in contents(folder).items() if not path.endswith(".tmp")} == whole
+            continue
         assert done.returncode == -signal.SIGKILL, done.stderr
         kills += 1
         if (folder / "metrics.csv").exists():
             runs.read_metrics(folder, 10**9)
         if (folder / "model.safetensors").exists():
             SimCSEEncoder.from_pretrained(str(folder))
-    assert kills == 20
-    done = subprocess.run([sys.executable, "train.py", *knobs, "RUN_NAME=killed", "RESUME=True"], cwd=workshop, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    left = {name: data for name, data in contents(folder).items() if not name.endswith(".tmp")}
-    assert left == contents(workshop / "checkpoints" / "whole")
 
 
 def test_one_or_two_threads_give_the_same_score(workshop):
