@@ -20,7 +20,7 @@ VOCAB_SIZE = 8192        # WordPiece vocabulary learned from the corpus
 
 # Method (train.py)
 INIT = "random"          # starting encoder: a checkpoint folder, a Hub name, or random
-POOLER = "cls"           # sentence embedding: cls (the paper's) or mean; a checkpoint remembers its own
+POOLER = "cls"           # sentence embedding: cls (the paper's) or mean, to train with; evaluate.py asks the checkpoint unless it is given there
 USE_MLP_HEAD = True      # train through a one-layer tanh MLP that evaluation leaves out (paper, section 3)
 DROPOUT = 0.1            # rate of every dropout in the encoder: the only augmentation (paper, table 3)
 FIXED_MASK = False       # True: both views share one dropout mask, the paper's "Fixed 0.1" (table 3)
@@ -122,8 +122,11 @@ def parse(name, text):
         raise ValueError(f"{name} must be {expected}, not {text!r}") from None
 
 
-def override(arguments):
-    """Set constants from NAME=value strings; raises ValueError for an unknown name or a value that can't be."""
+def override(arguments, script=None):
+    """Set constants from NAME=value strings; raises ValueError for an unknown name or a value that can't be.
+
+    script: the path of the script that was called, which must read what is set.
+    """
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals:
@@ -131,28 +134,34 @@ def override(arguments):
         if name not in DEFAULTS:
             near = difflib.get_close_matches(name.upper(), DEFAULTS, n=1, cutoff=0.5)
             raise ValueError(f"unknown knob {name!r}" + (f": did you mean {near[0]}?" if near else "; --help lists them"))
+        if script and name not in knobs_of(script):
+            readers = [file for file in sorted(os.listdir(os.path.dirname(os.path.abspath(__file__)))) if file.endswith(".py")
+                       and not file.startswith("test_") and "__main__" in read(file) and name in knobs_of(file)]
+            raise ValueError(f"{os.path.basename(script)} does not read {name}; {' and '.join(readers)} would")
         globals()[name] = parse(name, text)
         overridden.add(name)
     check()
 
 
+def read(name):
+    """The source of one of our scripts."""
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.path.basename(name)), encoding="utf-8") as file:
+        return file.read()
+
+
 def knobs_of(script):
     """The names of the knobs that a script and its helpers read, found in their source."""
-    def source(path):
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    text = source(script)
+    text = read(script)
     for module in re.findall(r"^(?:from|import) (\w+)", text, re.M):
-        path = os.path.join(os.path.dirname(os.path.abspath(script)), module + ".py")
-        if os.path.exists(path) and "__main__" not in source(path):         # another script has knobs of its own
-            text += source(path)
+        if os.path.exists(os.path.join(os.path.dirname(os.path.abspath(__file__)), module + ".py")):
+            helper = read(module + ".py")
+            text += "" if "__main__" in helper else helper                  # another script has knobs of its own
     return [name for name in DEFAULTS if re.search(rf"\bconfig\.{name}\b", text)]
 
 
 def help_text(script):
     """A script's knobs, each with its value and its comment above."""
-    with open(__file__, encoding="utf-8") as file:
-        comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", file.read(), re.M))
+    comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", read(__file__), re.M))
     return "\n".join([f"usage: python {os.path.basename(script)} [NAME=value ...]", ""]
                      + [f"  {name + '=' + str(globals()[name]):26} {comments[name]}" for name in knobs_of(script)])
 
@@ -166,7 +175,7 @@ def run(main, script):
         print(help_text(script))
         return
     try:
-        override(sys.argv[1:])
+        override(sys.argv[1:], script)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

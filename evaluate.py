@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 
 import config
+from checkpoint import find, load_pooler
 from model import SimCSEEncoder, alignment_and_uniformity
 
 
@@ -51,13 +52,21 @@ def load_sts_b(split="validation"):
     return list(sentences1), list(sentences2), np.array(scores)
 
 
+def sources():
+    """What download_data.py wrote down of where the data comes from; {} where it was put there by hand."""
+    path = os.path.join(config.data, "sources.json")
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
 def stsb_name():
-    """What data/stsb holds, for every line that prints a score: STS-B, or the sample that is no benchmark."""
-    try:
-        with open(os.path.join(config.data, "sources.json"), encoding="utf-8") as file:
-            return "sample, no benchmark" if json.load(file)["stsb"]["sample"] else "STS-B"
-    except FileNotFoundError:
-        return "data/stsb"
+    """What data/stsb holds, for every line that prints a score: STS-B, a sample that is no benchmark, or a folder's name."""
+    stsb = sources().get("stsb", {})
+    if stsb.get("sample"):
+        return "sample, no benchmark"
+    return "STS-B" if stsb.get("source") == "hub" else os.path.basename(stsb.get("source", "data/stsb").rstrip("/\\"))
 
 
 @torch.no_grad()
@@ -147,21 +156,23 @@ def print_table(rows):
 def main():
     device = pick_device(config.DEVICE)
     if config.CHECKPOINT:
-        names = {config.CHECKPOINT: config.CHECKPOINT}
+        rows = {config.CHECKPOINT: config.CHECKPOINT}
+        last = config.CHECKPOINT
     else:
-        run = newest_run()
-        with open(os.path.join(run, "run.json"), encoding="utf-8") as file:
+        last = newest_run()
+        with open(os.path.join(last, "run.json"), encoding="utf-8") as file:
             init = json.load(file)["settings"]["INIT"]
-        names = {f"start: {init}": os.path.join(run, "start") if init == "random" else init, os.path.relpath(run): run}
+        rows = {f"start: {init}": os.path.join(last, "start") if init == "random" else init, os.path.relpath(last): last}
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
-    rows = []
-    pooler = config.POOLER if "POOLER" in config.overridden else SimCSEEncoder.from_pretrained(list(names.values())[-1]).pooler
-    for name, folder in names.items():
+    # the start is pooled as the run is, and the run as it was trained, unless the shell says otherwise
+    pooler = config.POOLER if "POOLER" in config.overridden else load_pooler(find(last))
+    table = []
+    for name, folder in rows.items():
         result = measure(SimCSEEncoder.from_pretrained(folder, pooler=pooler), config.SPLIT, device)
-        rows.append((name, pooler, result["spearman"], result["alignment"], result["uniformity"]))
+        table.append((name, pooler, result["spearman"], result["alignment"], result["uniformity"]))
     for name, tf_idf in (("bag of words", False), ("TF-IDF", True)):
-        rows.append((name, "", spearman(bag_of_words(sentences1, sentences2, tf_idf), scores), None, None))
-    print_table(rows)
+        table.append((name, "", spearman(bag_of_words(sentences1, sentences2, tf_idf), scores), None, None))
+    print_table(table)
 
 
 if __name__ == "__main__":

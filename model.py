@@ -28,6 +28,7 @@ def simcse_loss(z1, z2, temperature):
     h1, h2 = F.normalize(z1, dim=-1), F.normalize(z2, dim=-1)
     similarity = h1 @ h2.T / temperature                            # (N, N), row i: view 1 of i against view 2 of all j
     positive = torch.arange(len(z1), device=z1.device)              # the positives lie on the diagonal
+    # cross_entropy is -log softmax of each row at its positive: l_i of equation 4, and its mean over the batch
     return (F.cross_entropy(similarity, positive) + F.cross_entropy(similarity.T, positive)) / 2
 
 
@@ -122,13 +123,14 @@ class SimCSEEncoder(nn.Module):
 
     @staticmethod
     def _initialise(module):
-        # BERT's 0.02 for every weight is 0.55 / sqrt(768): what keeps a signal's size through a layer depends on the width
+        # BERT's 0.02 for every weight is 0.55 / sqrt(768): what keeps a signal's size through a layer depends on the width.
+        # Our choice, which is not the paper's: 0.8 / sqrt(inputs), and half of that where a layer writes into the residual
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.8 * module.in_features ** -0.5)
             nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        elif isinstance(module, Block):             # visited after its layers: what writes into the residual starts small
+        elif isinstance(module, Block):             # visited after its layers
             for layer in (module.attention.output, module.ffn_out):
                 nn.init.normal_(layer.weight, std=0.4 * layer.in_features ** -0.5)
 

@@ -28,10 +28,10 @@ def training_settings():
     return {name: getattr(config, name) for name in names if name not in ("DEVICE", "RUN_NAME", "OVERWRITE", "RESUME")}
 
 
-def run_folder():
-    """The folder of this run under checkpoints/, named by RUN_NAME or after the settings that differ from the defaults."""
+def run_folder(name):
+    """The folder of a run under checkpoints/; "" names it after the settings that differ from the defaults."""
     changed = [f"{name}={value}" for name, value in training_settings().items() if value != config.DEFAULTS[name]]
-    return os.path.join(config.checkpoints, config.RUN_NAME or re.sub(r"[^\w=.+-]+", "_", "-".join(["simcse"] + changed))[:200])
+    return os.path.join(config.checkpoints, name or re.sub(r"[^\w=.+-]+", "_", "-".join(["simcse"] + changed))[:200])
 
 
 def read_run(folder):
@@ -40,10 +40,10 @@ def read_run(folder):
         return json.load(file)
 
 
-def open_run(folder, corpus):
+def open_run(folder, data):
     """Make the folder of a new run, or see whether a stopped one can go on. Returns whether it has a state to go on from.
 
-    corpus: a fingerprint of the training data, written to run.json with the settings and the versions.
+    data: fingerprints of what the run reads and is scored on, written to run.json with the settings and the versions.
     Raises ValueError where the folder is taken and neither RESUME nor OVERWRITE says what to do with it.
     """
     name, settings = os.path.basename(folder), training_settings()
@@ -52,7 +52,7 @@ def open_run(folder, corpus):
         if config.RESUME:
             if run["finished"]:
                 raise ValueError(f"{name} is finished: there is nothing to resume")
-            was, now = run["settings"] | {"corpus": run["corpus"]}, settings | {"corpus": corpus}
+            was, now = run["settings"] | run["data"], settings | data
             for knob in now:
                 if was.get(knob) != now[knob]:
                     raise ValueError(f"{name} was begun with {knob}={was.get(knob)!r}, now it is {now[knob]!r}")
@@ -69,7 +69,7 @@ def open_run(folder, corpus):
     os.makedirs(folder, exist_ok=True)
     versions = {module.__name__: module.__version__ for module in (torch, tokenizers, numpy)}
     write_json(os.path.join(folder, "run.json"), {
-        "settings": settings, "corpus": corpus, "finished": False, "seconds": 0.0,
+        "settings": settings, "data": data, "finished": False, "seconds": 0.0,
         "versions": {"python": platform.python_version()} | versions,
         "platform": platform.platform(), "threads": torch.get_num_threads()})
     return False

@@ -45,7 +45,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(workshop, monkeypatch):
         with pytest.raises(Killed):
             train.main()
         monkeypatch.setattr(train, "simcse_loss", original)
-        folder = runs.run_folder()
+        folder = runs.run_folder(config.RUN_NAME)
         assert [row["step"] for row in runs.read_metrics(folder, 99)] == list(range(0, step, 4))     # valid all the same
         with pytest.raises(ValueError, match=f"stopped at {step} is there already, unfinished: go on with RESUME=True"):
             train.main()
@@ -59,13 +59,13 @@ def test_a_stopped_run_resumes_to_the_same_bytes(workshop, monkeypatch):
 def test_what_becomes_of_a_run_that_is_there(workshop):
     config.RUN_NAME = "mine"
     train.main()
-    before = contents(runs.run_folder())
+    before = contents(runs.run_folder(config.RUN_NAME))
     with pytest.raises(ValueError, match="mine is there already, finished: name another .*OVERWRITE=True"):
         train.main()
-    assert contents(runs.run_folder()) == before
+    assert contents(runs.run_folder(config.RUN_NAME)) == before
     config.OVERWRITE, config.SEED = True, 7
     train.main()
-    assert contents(runs.run_folder()) != before
+    assert contents(runs.run_folder(config.RUN_NAME)) != before
     config.OVERWRITE, config.RESUME, config.RUN_NAME = False, True, "other"
     with pytest.raises(ValueError, match="no run other to resume"):
         train.main()
@@ -102,7 +102,7 @@ def test_non_finite_loss_stops_with_step_and_rate(workshop, monkeypatch):
     monkeypatch.setattr(train, "simcse_loss", loss)
     with pytest.raises(ValueError, match=r"nan at step 6, learning rate \d.*step 4 is in"):
         train.main()
-    SimCSEEncoder.from_pretrained(runs.run_folder())
+    SimCSEEncoder.from_pretrained(runs.run_folder(config.RUN_NAME))
 
 
 def test_disk_full_leaves_the_checkpoint_that_was_there(workshop, monkeypatch):

@@ -208,7 +208,7 @@ def test_training_learns_and_leaves_what_it_promises(workshop, monkeypatch):
     monkeypatch.setattr(train, "draw_curves", runs.draw_curves)
     config.EPOCHS, config.LEARNING_RATE, config.POOLER, config.EVAL_INTERVAL = 6, 3e-3, "mean", 15
     train.main()
-    folder = runs.run_folder()
+    folder = runs.run_folder(config.RUN_NAME)
     rows = runs.read_metrics(folder, 1000)
     assert [row["step"] for row in rows] == [0, 15, 30, 45, 60]
     assert rows[0]["loss"] is None and rows[-1]["loss"] < 0.5 * rows[1]["loss"]
@@ -228,9 +228,9 @@ def test_variants_run(workshop, knobs):
     for name, value in knobs.items():
         setattr(config, name, value)
     train.main()
-    run = runs.read_run(runs.run_folder())
+    run = runs.read_run(runs.run_folder(config.RUN_NAME))
     assert run["finished"] and all(run["settings"][name] == value for name, value in knobs.items())
-    assert all(f"{name}={value}" in runs.run_folder() for name, value in knobs.items())
+    assert all(f"{name}={value}" in runs.run_folder(config.RUN_NAME) for name, value in knobs.items())
 
 
 def test_same_seed_same_bytes_and_another_seed_others(workshop):
@@ -238,6 +238,6 @@ def test_same_seed_same_bytes_and_another_seed_others(workshop):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         config.RUN_NAME, config.SEED = name, seed
         train.main()
-        results.append(contents(runs.run_folder()))
+        results.append(contents(runs.run_folder(config.RUN_NAME)))
     assert results[0] == results[1]
     assert results[0]["model.safetensors"] != results[2]["model.safetensors"]

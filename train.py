@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 import config
 from checkpoint import train_tokenizer
-from evaluate import computes_in_bf16, measure, pick_device, stsb_name
+from evaluate import computes_in_bf16, load_sts_b, measure, pick_device, sources, stsb_name
 from model import SimCSEEncoder, simcse_loss
 from runs import (draw_curves, load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state,
                   update_run, write_metrics)
@@ -83,23 +83,26 @@ def two_views(encoder, idx, attention_mask):
 
 
 def main():
-    started, device, folder = time.time(), pick_device(config.DEVICE), run_folder()
+    started, device, folder = time.time(), pick_device(config.DEVICE), run_folder(config.RUN_NAME)
     sentences = load_sentences()
     encoder = starting_encoder(sentences).to(device)
     idx, attention_mask = tokenize_corpus(encoder, sentences)
     lengths = attention_mask.sum(1)
     optimizer = make_optimizer(encoder)
     steps = config.EPOCHS * (len(idx) // config.BATCH_SIZE)
-    print(f"{len(idx):,} sentences, {steps:,} steps of {config.BATCH_SIZE}, "
+    few = f" (all there are, of MAX_SENTENCES={config.MAX_SENTENCES:,})" if len(sentences) < config.MAX_SENTENCES else ""
+    print(f"{len(idx):,} sentences{few}, {steps:,} steps of {config.BATCH_SIZE}, "
           f"{sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
           f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {os.path.relpath(folder)}")
 
     done, rows, losses = 0, [], []
-    if open_run(folder, corpus=hashlib.sha256(idx.numpy().tobytes()).hexdigest()):
+    data = {"corpus": idx.numpy().tobytes(), "stsb": repr(load_sts_b("validation")).encode()}
+    if open_run(folder, {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}):
         done = load_state(folder, encoder, optimizer, device)
         rows = read_metrics(folder, done)
     elif config.INIT == "random":
         encoder.save_pretrained(os.path.join(folder, "start"))
+    update_run(folder, sources=sources())
     before = read_run(folder)["seconds"]
 
     def score(step):
@@ -142,9 +145,11 @@ def main():
                 spearman = score(step)
             bar.update()
             rate = (bar.n - bar.initial) / bar.format_dict["elapsed"] * config.BATCH_SIZE
-            bar.set_postfix_str(f"loss {losses[-1] if losses else loss.item():.4f}, STS {spearman:.2f}, {rate:.0f} sentences/s")
+            bar.set_postfix_str(f"loss {loss.item():.4f}, STS {spearman:.2f}, {rate:.0f} sentences/s")
 
     best = max(rows[1:], key=lambda row: -math.inf if math.isnan(row["spearman"]) else row["spearman"])
+    if math.isnan(best["spearman"]):
+        raise ValueError("no score was defined, as all embeddings are the same: no encoder was kept")
     update_run(folder, finished=True, start=rows[0], best=best)
     os.remove(os.path.join(folder, "state.safetensors"))
     print(f"{stsb_name()}, validation: {rows[0]['spearman']:.2f} before, {best['spearman']:.2f} at best (step {best['step']}), "
