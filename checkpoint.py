@@ -20,7 +20,7 @@ NAMES = {"token_embedding": "embeddings.word_embeddings", "position_embedding": 
          "attention.value": "attention.self.value", "attention.output": "attention.output.dense",
          "attention_norm": "attention.output.LayerNorm", "ffn_in": "intermediate.dense", "ffn_out": "output.dense",
          "ffn_norm": "output.LayerNorm"}
-FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "1_Pooling/config.json",
+FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "modules.json", "1_Pooling/config.json",
          "model.safetensors", "pytorch_model.bin"]
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -155,7 +155,14 @@ def load_shape(folder):
 
 
 def load_pooler(folder):
-    """The pooling ("cls" or "mean") that sentence-transformers' file names; "cls", the paper's, where there is none."""
+    """The pooling ("cls" or "mean") that sentence-transformers' file names; "cls", the paper's, where there is none.
+
+    Raises ValueError for another pooling, and for a module that would change the embedding, such as Dense.
+    """
+    if os.path.exists(os.path.join(folder, "modules.json")):
+        for module in read_json(folder, "modules.json"):
+            if module["type"].rsplit(".", 1)[-1] not in ("Transformer", "Pooling", "Normalize"):
+                raise ValueError(f"{folder} has a {module['type']} behind its pooling, which is not implemented here")
     if not os.path.exists(os.path.join(folder, "1_Pooling", "config.json")):
         return "cls"
     pooling = read_json(folder, os.path.join("1_Pooling", "config.json"))

@@ -194,6 +194,10 @@ def spoil(folder, case):
         (folder / "vocab.txt").unlink()
     elif case == "tokenizer is no JSON":
         (folder / "tokenizer.json").write_text("[]")
+    elif case == "a dense layer behind the pooling":
+        modules = json.loads((folder / "modules.json").read_text())
+        modules.append({"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+        (folder / "modules.json").write_text(json.dumps(modules))
     elif case == "max pooling":
         (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     else:
@@ -210,7 +214,8 @@ WRONG = {"truncated weights": "can't be read as weights", "weights swapped for t
          "config is no JSON": "config.json is not valid JSON", "config lacks a size": "no number for hidden_size",
          "vocabulary of another size": "do not belong together", "vocabulary without [CLS]": r"lacks \[CLS\]",
          "no tokenizer": "neither tokenizer.json nor vocab.txt", "tokenizer is no JSON": "can't be read as a tokenizer",
-         "max pooling": "pooling_mode_max_tokens", "model_type=roberta": "a roberta model: only BERT",
+         "max pooling": "pooling_mode_max_tokens",
+         "a dense layer behind the pooling": "sentence_transformers.models.Dense behind its pooling", "model_type=roberta": "a roberta model: only BERT",
          "model_type=distilbert": "a distilbert model", "model_type=modernbert": "a modernbert model",
          "hidden_act=relu": "hidden_act is 'relu'", "position_embedding_type=relative_key": "position_embedding_type"}
 
