@@ -1,7 +1,6 @@
 """The STS-B protocol of the paper: dropout off, MLP head off, cosine similarity, Spearman correlation."""
 
 import csv
-import json
 import math
 import os
 import re
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 
 import config
-from checkpoint import find, load_pooler
+from checkpoint import find, load_pooler, read_json
 from model import SimCSEEncoder, alignment_and_uniformity
 
 
@@ -39,13 +38,16 @@ def load_sts_b(split="validation"):
     """The sentence pairs of a split and their scores, as download_data.py wrote them.
 
     Returns two lists of N strings and a float array (N,) of human scores from 0 to 5.
-    Raises FileNotFoundError where the split was not fetched, ValueError where its scores can't be ranked.
+    Raises FileNotFoundError where the split was not fetched, ValueError where it is damaged or its scores can't be ranked.
     """
     path = os.path.join(config.data, "stsb", f"{split}.csv")
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first")
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = [(row["sentence1"], row["sentence2"], float(row["score"])) for row in csv.DictReader(file)]
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = [(row["sentence1"], row["sentence2"], float(row["score"])) for row in csv.DictReader(file)]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ValueError(f"{path} is not as download_data.py writes it ({error}): run that again, STSB= takes your own") from None
     sentences1, sentences2, scores = zip(*rows) if rows else ((), (), ())
     if len(set(scores)) < 2:
         raise ValueError(f"{path} holds {len(rows)} pairs and no two different scores: there is nothing to rank")
@@ -54,11 +56,7 @@ def load_sts_b(split="validation"):
 
 def sources():
     """What download_data.py wrote down of where the data comes from; {} where it was put there by hand."""
-    path = os.path.join(config.data, "sources.json")
-    if not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    return read_json(config.data, "sources.json") if os.path.exists(os.path.join(config.data, "sources.json")) else {}
 
 
 def stsb_name():
@@ -160,8 +158,7 @@ def main():
         last = config.CHECKPOINT
     else:
         last = newest_run()
-        with open(os.path.join(last, "run.json"), encoding="utf-8") as file:
-            init = json.load(file)["settings"]["INIT"]
+        init = read_json(last, "run.json")["settings"]["INIT"]
         rows = {f"start: {init}": os.path.join(last, "start") if init == "random" else init, os.path.relpath(last): last}
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
     # the start is pooled as the run is, and the run as it was trained, unless the shell says otherwise

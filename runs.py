@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import platform
 import re
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save as to_safetensors
 
 import config
-from checkpoint import write_atomically, write_json
+from checkpoint import first_line, read_json, write_atomically, write_json
 
 matplotlib.use("Agg")       # files only: a run needs no screen
 import matplotlib.pyplot as plt                                     # noqa: E402
@@ -35,9 +34,8 @@ def run_folder(name):
 
 
 def read_run(folder):
-    """What run.json of a run folder says, as a dict."""
-    with open(os.path.join(folder, "run.json"), encoding="utf-8") as file:
-        return json.load(file)
+    """What run.json of a run folder says, as a dict; raises ValueError where it is damaged."""
+    return read_json(folder, "run.json")
 
 
 def open_run(folder, data):
@@ -96,8 +94,12 @@ def save_state(folder, encoder, optimizer, step, device):
 
 
 def load_state(folder, encoder, optimizer, device):
-    """Put the state of save_state back; returns the step it was saved after."""
-    tensors = load_file(os.path.join(folder, "state.safetensors"))
+    """Put the state of save_state back; returns the step it was saved after. Raises ValueError where it is damaged."""
+    path = os.path.join(folder, "state.safetensors")
+    try:
+        tensors = load_file(path)
+    except Exception as error:          # safetensors has its own for each kind of damage
+        raise ValueError(f"{path} can't be read ({first_line(error)}): begin again with OVERWRITE=True") from None
     encoder.load_state_dict({name.removeprefix("encoder."): tensor for name, tensor in tensors.items()
                              if name.startswith("encoder.")})
     moments = {}
@@ -133,8 +135,18 @@ def draw_curves(folder, rows, titles):
     write_atomically(os.path.join(folder, "curves.png"), image.getvalue())
 
 
-def read_metrics(folder, last_step):
-    """The rows of metrics.csv up to a step, numbers as numbers and empty cells as None."""
-    with open(os.path.join(folder, "metrics.csv"), encoding="utf-8", newline="") as file:
-        rows = [{key: float(value) if value else None for key, value in row.items()} for row in csv.DictReader(file)]
-    return [row | {"step": int(row["step"])} for row in rows if row["step"] <= last_step]
+def read_metrics(folder, last_step=None):
+    """The rows of metrics.csv, numbers as numbers, empty cells as None; up to last_step, which must be there.
+
+    Raises ValueError where the file is damaged.
+    """
+    path = os.path.join(folder, "metrics.csv")
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = [{key: float(value) if value else None for key, value in row.items()} for row in csv.DictReader(file)]
+        rows = [row | {"step": int(row["step"])} for row in rows if last_step is None or row["step"] <= last_step]
+        if last_step not in (None, *(row["step"] for row in rows)):
+            raise ValueError(f"it has no step {last_step}")
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ValueError(f"{path} can't be read ({first_line(error)}): begin again with OVERWRITE=True") from None
+    return rows
