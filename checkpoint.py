@@ -43,10 +43,11 @@ def write_atomically(path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
+        raise OSError(f"{path} can't be written: {error.strerror or error}") from None
+    finally:
         if os.path.exists(temporary):
             os.remove(temporary)
-        raise
 
 
 def write_json(path, content):
@@ -63,14 +64,16 @@ def save(folder, weights, shape, tokenizer, pooler, head=None):
     """
     os.makedirs(os.path.join(folder, "1_Pooling"), exist_ok=True)
     vocab = tokenizer.get_vocab()
-    lowercase = (json.loads(tokenizer.to_str())["normalizer"] or {}).get("lowercase", False)
+    normalizer = json.loads(tokenizer.to_str())["normalizer"] or {}
     module = "sentence_transformers.models."
     write_json(os.path.join(folder, "config.json"), {
         "model_type": "bert", "architectures": ["BertForMaskedLM" if head else "BertModel"], "hidden_act": "gelu",
         **{theirs: shape[ours] for ours, theirs in SHAPE.items()}, "attention_probs_dropout_prob": shape["dropout"],
         "pad_token_id": tokenizer.token_to_id("[PAD]")})
     write_json(os.path.join(folder, "tokenizer_config.json"), {
-        "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase, "model_max_length": shape["n_positions"],
+        "tokenizer_class": "BertTokenizer", "do_lower_case": normalizer.get("lowercase", False),
+        "strip_accents": normalizer.get("strip_accents"), "tokenize_chinese_chars": normalizer.get("handle_chinese_chars", True),
+        "model_max_length": shape["n_positions"],
         **{token.strip("[]").lower() + "_token": token for token in SPECIAL_TOKENS}})
     write_json(os.path.join(folder, "modules.json"), [
         {"idx": 0, "name": "0", "path": "", "type": module + "Transformer"},
@@ -90,16 +93,19 @@ def save(folder, weights, shape, tokenizer, pooler, head=None):
 
 # ---------------------------------------------------------------------------- load
 
-def read_json(folder, name):
-    """The content of a JSON file of a checkpoint folder; raises FileNotFoundError or ValueError in one line."""
+def read_json(folder, name, kind=dict):
+    """The content, a dict or else `kind`, of a JSON file; raises FileNotFoundError or ValueError in one line."""
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         raise FileNotFoundError(f"{folder} is no checkpoint: it has no {name}")
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            content = json.load(file)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} is not valid JSON of its kind: it holds a {type(content).__name__}")
+    return content
 
 
 def find(folder_or_hub_name):
@@ -144,13 +150,14 @@ def load_shape(folder):
     kind = config.get("model_type", "bert")                     # the oldest BERT checkpoints don't say
     if kind != "bert":
         raise ValueError(f"{folder} holds a {kind} model: only BERT is implemented here")
-    for key, known in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+    for key, known in (("hidden_act", "gelu"), ("position_embedding_type", "absolute"), ("is_decoder", False)):
         if config.get(key, known) != known:
             raise ValueError(f"{folder}: {key} is {config[key]!r}, only {known!r} is implemented here")
     shape = {ours: config.get(theirs, SHAPE_DEFAULTS.get(ours)) for ours, theirs in SHAPE.items()}
-    missing = [SHAPE[ours] for ours, value in shape.items() if not isinstance(value, (int, float))]
-    if missing:
-        raise ValueError(f"{os.path.join(folder, 'config.json')} gives no number for {', '.join(missing)}")
+    for ours, value in shape.items():
+        kind = float if ours in ("dropout", "eps") else int
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value < (0 if kind is float else 1):
+            raise ValueError(f"{os.path.join(folder, 'config.json')} gives no number that can be for {SHAPE[ours]}: {value!r}")
     return shape
 
 
@@ -160,16 +167,17 @@ def load_pooler(folder):
     Raises ValueError for another pooling, and for a module that would change the embedding, such as Dense.
     """
     if os.path.exists(os.path.join(folder, "modules.json")):
-        for module in read_json(folder, "modules.json"):
-            if module["type"].rsplit(".", 1)[-1] not in ("Transformer", "Pooling", "Normalize"):
-                raise ValueError(f"{folder} has a {module['type']} behind its pooling, which is not implemented here")
+        for module in read_json(folder, "modules.json", list):
+            kind = module.get("type") if isinstance(module, dict) else module
+            if str(kind).rsplit(".", 1)[-1] not in ("Transformer", "Pooling", "Normalize"):
+                raise ValueError(f"{folder} has a {kind} behind its pooling, which is not implemented here")
     if not os.path.exists(os.path.join(folder, "1_Pooling", "config.json")):
         return "cls"
     pooling = read_json(folder, os.path.join("1_Pooling", "config.json"))
     modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on is True]
     modes = modes or [pooling.get("pooling_mode")]
     known = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "cls": "cls", "mean": "mean"}
-    if len(modes) != 1 or modes[0] not in known:
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in known:
         raise ValueError(f"{folder} pools by {modes}: only cls and mean are implemented here, choose one with POOLER=")
     return known[modes[0]]
 
@@ -188,7 +196,8 @@ def load_weights(folder, shapes):
         else:
             path = os.path.join(folder, "pytorch_model.bin")
             if not os.path.exists(path):
-                raise FileNotFoundError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+                raise FileNotFoundError(f"{folder} has neither model.safetensors nor pytorch_model.bin (weights in several files "
+                                        "are not read here)")
             stored = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -215,10 +224,11 @@ def load_weights(folder, shapes):
 
 # ---------------------------------------------------------------------------- the tokenizer
 
-def wordpiece_tokenizer(vocab=None, lowercase=True):
+def wordpiece_tokenizer(vocab=None, lowercase=True, strip_accents=None, chinese=True):
     """BERT's WordPiece tokenizer over a vocabulary (token to id); without one, ready to be trained."""
     tokenizer = Tokenizer(models.WordPiece(vocab or {}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     if vocab is not None:
@@ -263,11 +273,15 @@ def load_tokenizer(folder, vocab_size=None):
         path = os.path.join(folder, "vocab.txt")
         if not os.path.exists(path):
             raise FileNotFoundError(f"{folder} has neither tokenizer.json nor vocab.txt")
-        lowercase = True
+        options = {}
         if os.path.exists(os.path.join(folder, "tokenizer_config.json")):
-            lowercase = read_json(folder, "tokenizer_config.json").get("do_lower_case", True)
+            options = read_json(folder, "tokenizer_config.json")
         with open(path, encoding="utf-8") as file:
-            tokenizer = wordpiece_tokenizer({token.rstrip("\n"): i for i, token in enumerate(file)}, lowercase)
+            tokenizer = wordpiece_tokenizer(
+                {token.rstrip("\n"): i for i, token in enumerate(file)}, options.get("do_lower_case", True),
+                options.get("strip_accents"), options.get("tokenize_chinese_chars", True))
+    if tokenizer.encode("").tokens != ["[CLS]", "[SEP]"]:
+        raise ValueError(f"{path} does not put a sentence between [CLS] and [SEP]: it is no tokenizer of BERT's")
     if vocab_size and not 0 <= vocab_size - tokenizer.get_vocab_size() < 128:
         raise ValueError(f"{path} has {tokenizer.get_vocab_size()} tokens, the weights have {vocab_size}: "
                          "they do not belong together")

@@ -83,7 +83,7 @@ RULES = [
     ("a number of at least 0 and below 1", lambda v: 0 <= v < 1, ["DROPOUT", "MLM_DROPOUT"]),
     ("cls or mean", lambda v: v in ("cls", "mean"), ["POOLER"]),
     ("validation or test", lambda v: v in ("validation", "test"), ["SPLIT"]),
-    ("a folder name without / or \\", lambda v: not re.search(r"[/\\\0]|^\.", v), ["RUN_NAME"]),
+    ("a folder name without / or \\", lambda v: v == v.strip() and not re.search(r"[/\\\0\n]|^\.", v), ["RUN_NAME"]),
     ("set", lambda v: v != "", ["CORPUS", "STSB", "INIT", "DEVICE", "MLM_FOLDER"]),
 ]
 

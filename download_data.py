@@ -323,6 +323,7 @@ def get_stsb():
         print(f"STS-B: {done['source']}{sample}, there already; delete data/stsb to fetch anew")
         return
     source, splits = first_that_works(["hub", "sample"] if config.STSB == "auto" else [config.STSB], stsb)
+    record("stsb")          # until all is written, data/stsb is nobody's
     for split, path in paths.items():
         pairs, left_out = splits.get(split, ([], Counter()))
         label = "STS-B sample (no benchmark)" if source == "sample" else f"STS-B from {source}"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 
 import config
-from checkpoint import find, load_pooler, read_json
+from checkpoint import find, first_line, load_pooler, read_json
 from model import SimCSEEncoder, alignment_and_uniformity
 
 
@@ -21,9 +21,11 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"DEVICE={name} can't be used: {str(error).splitlines()[0]}") from None
+        device = torch.device(name)
+        (torch.zeros(1, device=device) + 1).item()          # some devices exist by name only
+        return device
+    except Exception as error:                              # each back end has its own
+        raise ValueError(f"DEVICE={name} can't be used: {first_line(error)}") from None
 
 
 def computes_in_bf16(device):
@@ -49,6 +51,8 @@ def load_sts_b(split="validation"):
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(f"{path} is not as download_data.py writes it ({error}): run that again, STSB= takes your own") from None
     sentences1, sentences2, scores = zip(*rows) if rows else ((), (), ())
+    if not all(sentence for sentence in sentences1 + sentences2) or not all(0 <= score <= 5 for score in scores):
+        raise ValueError(f"{path} has an empty sentence or a score not from 0 to 5: run download_data.py STSB= on it")
     if len(set(scores)) < 2:
         raise ValueError(f"{path} holds {len(rows)} pairs and no two different scores: there is nothing to rank")
     return list(sentences1), list(sentences2), np.array(scores)
@@ -73,19 +77,21 @@ def encode_sentences(encoder, sentences, device=None, batch_size=128):
 
     device: default is where the encoder is. Returns a float32 numpy array (N, n_embd).
     """
-    was_training = encoder.training
-    encoder.eval()
     if device is not None:
         encoder.to(device)
     device = encoder.token_embedding.weight.device
     idx, attention_mask = encoder.tokenize(sentences)
     lengths = attention_mask.sum(1)
     embeddings = torch.empty(len(sentences), encoder.token_embedding.embedding_dim)
-    for rows in lengths.argsort(stable=True).split(batch_size):        # sentences of one length waste no padding
-        if len(rows):
-            T = lengths[rows].max()
-            embeddings[rows] = encoder.encode(idx[rows, :T].to(device), attention_mask[rows, :T].to(device)).float().cpu()
-    encoder.train(was_training)
+    was_training = encoder.training
+    encoder.eval()
+    try:
+        for rows in lengths.argsort(stable=True).split(batch_size):     # sentences of one length waste no padding
+            if len(rows):
+                T = lengths[rows].max()
+                embeddings[rows] = encoder.encode(idx[rows, :T].to(device), attention_mask[rows, :T].to(device)).float().cpu()
+    finally:
+        encoder.train(was_training)
     return embeddings.numpy()
 
 
@@ -158,7 +164,7 @@ def main():
         last = config.CHECKPOINT
     else:
         last = newest_run()
-        init = read_json(last, "run.json")["settings"]["INIT"]
+        init = read_json(last, "run.json").get("init", "random")
         rows = {f"start: {init}": os.path.join(last, "start") if init == "random" else init, os.path.relpath(last): last}
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
     # the start is pooled as the run is, and the run as it was trained, unless the shell says otherwise

@@ -37,8 +37,11 @@ def alignment_and_uniformity(z1, z2, t=2.0):
 
     z1, z2: (N, C) floats, N positive pairs, N >= 1. Returns two floats: alignment E|x - y|^2 in [0, 4] over the pairs,
     uniformity log E exp(-t |x - y|^2) in [-4t, 0] over all pairs of the 2N embeddings (0: all are the same point).
+    Raises ValueError for unequal shapes.
     Source: Wang & Isola (2020), section 4.1, with alpha = 2; SimCSE, equations 2 and 3.
     """
+    if z1.shape != z2.shape:
+        raise ValueError(f"the two sides of the pairs must have one shape, not {tuple(z1.shape)} and {tuple(z2.shape)}")
     h1, h2 = F.normalize(z1, dim=-1), F.normalize(z2, dim=-1)
     alignment = (h1 - h2).square().sum(-1).mean()
     uniformity = torch.pdist(torch.cat([h1, h2])).square().mul(-t).exp().mean().log()

@@ -35,7 +35,10 @@ def run_folder(name):
 
 def read_run(folder):
     """What run.json of a run folder says, as a dict; raises ValueError where it is damaged."""
-    return read_json(folder, "run.json")
+    run = read_json(folder, "run.json")
+    if not {"settings", "data", "finished", "seconds", "init"} <= set(run):
+        raise ValueError(f"{os.path.join(folder, 'run.json')} is not as train.py writes it: begin again under another RUN_NAME")
+    return run
 
 
 def open_run(folder, data):
@@ -45,6 +48,10 @@ def open_run(folder, data):
     Raises ValueError where the folder is taken and neither RESUME nor OVERWRITE says what to do with it.
     """
     name, settings = os.path.basename(folder), training_settings()
+    data = data | {"threads": torch.get_num_threads()}          # sums come out differently when they are split differently
+    init = os.path.abspath(config.INIT) if os.path.isdir(config.INIT) else config.INIT
+    if (os.path.realpath(init) + os.sep).startswith(os.path.realpath(folder) + os.sep):
+        raise ValueError(f"INIT={config.INIT} lies in the folder of the run itself: choose another RUN_NAME")
     if os.path.exists(os.path.join(folder, "run.json")):
         run = read_run(folder)
         if config.RESUME:
@@ -56,10 +63,14 @@ def open_run(folder, data):
                     raise ValueError(f"{name} was begun with {knob}={was.get(knob)!r}, now it is {now[knob]!r}")
             if os.path.exists(os.path.join(folder, "state.safetensors")):
                 return True
+            if os.path.exists(os.path.join(folder, "metrics.csv")):
+                raise ValueError(f"{name} has lost its state.safetensors: begin again with OVERWRITE=True")
         elif not config.OVERWRITE:
             raise ValueError(f"{name} is there already, " + ("finished: " if run["finished"] else
                              "unfinished: go on with RESUME=True, ") + "name another with RUN_NAME=, or replace it with OVERWRITE=True")
-        shutil.rmtree(folder)
+        shutil.rmtree(folder + ".old", ignore_errors=True)
+        os.rename(folder, folder + ".old")      # in one step, then at leisure
+        shutil.rmtree(folder + ".old")
     elif os.path.isdir(folder) and any(not entry.endswith(".tmp") for entry in os.listdir(folder)):
         raise ValueError(f"{folder} is there and is no run of train.py: choose another RUN_NAME")
     elif config.RESUME:
@@ -67,9 +78,9 @@ def open_run(folder, data):
     os.makedirs(folder, exist_ok=True)
     versions = {module.__name__: module.__version__ for module in (torch, tokenizers, numpy)}
     write_json(os.path.join(folder, "run.json"), {
-        "settings": settings, "data": data, "finished": False, "seconds": 0.0,
+        "settings": settings, "init": init, "data": data, "finished": False, "seconds": 0.0,
         "versions": {"python": platform.python_version()} | versions,
-        "platform": platform.platform(), "threads": torch.get_num_threads()})
+        "platform": platform.platform()})
     return False
 
 
@@ -145,8 +156,9 @@ def read_metrics(folder, last_step=None):
         with open(path, encoding="utf-8", newline="") as file:
             rows = [{key: float(value) if value else None for key, value in row.items()} for row in csv.DictReader(file)]
         rows = [row | {"step": int(row["step"])} for row in rows if last_step is None or row["step"] <= last_step]
-        if last_step not in (None, *(row["step"] for row in rows)):
-            raise ValueError(f"it has no step {last_step}")
+        if last_step is not None and (not rows or rows[0]["step"] != 0 or rows[-1]["step"] != last_step
+                                      or None in [value for row in rows for key, value in row.items() if key != "loss"]):
+            raise ValueError(f"it is not whole up to step {last_step}")
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(f"{path} can't be read ({first_line(error)}): begin again with OVERWRITE=True") from None
     return rows

@@ -77,6 +77,45 @@ def test_what_becomes_of_a_run_that_is_there(workshop):
     assert (workshop / "checkpoints" / "precious" / "thesis.txt").exists()
 
 
+def test_a_run_is_not_lost_to_a_mistake(workshop):
+    """Neither OVERWRITE with something missing, nor INIT in the run's own folder, nor a lost state costs what is there."""
+    config.RUN_NAME = "mine"
+    train.main()
+    folder = runs.run_folder("mine")
+    before = contents(folder)
+    config.OVERWRITE, config.INIT = True, folder
+    with pytest.raises(ValueError, match="lies in the folder of the run itself"):
+        train.main()
+    config.INIT = "random"
+    os.rename(workshop / "data" / "stsb", workshop / "data" / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="download_data.py"):
+        train.main()
+    assert contents(folder) == before
+    os.rename(workshop / "data" / "elsewhere", workshop / "data" / "stsb")
+    runs.update_run(folder, finished=False)             # as if it had been stopped, and its state deleted by hand
+    config.OVERWRITE, config.RESUME = False, True
+    with pytest.raises(ValueError, match="lost its state"):
+        train.main()
+    assert contents(folder) == before
+
+
+def test_resume_refuses_another_sts_b_or_other_threads(workshop, monkeypatch):
+    monkeypatch.setattr(train, "simcse_loss", lambda *_: (_ for _ in ()).throw(Killed()))
+    config.RUN_NAME = "r"
+    with pytest.raises(Killed):
+        train.main()
+    config.RESUME = True
+    threads = torch.get_num_threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with pytest.raises(ValueError, match="begun with threads="):
+        train.main()
+    monkeypatch.setattr(torch, "get_num_threads", threads)
+    path = workshop / "data" / "stsb" / "validation.csv"
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
+    with pytest.raises(ValueError, match="begun with stsb="):
+        train.main()
+
+
 def test_resume_refuses_other_settings_or_another_corpus(workshop, monkeypatch):
     config.RUN_NAME = "r"
     monkeypatch.setattr(train, "simcse_loss", lambda *_: (_ for _ in ()).throw(Killed()))
@@ -108,10 +147,11 @@ def test_a_damaged_run_is_not_resumed(workshop, monkeypatch, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["a,b,c\n1,2,3\n", "sentence1,sentence2,score\nx,y,high\n", "sentence1,sentence2,score\nx\n", "\xff"])
+@pytest.mark.parametrize("content", ["a,b,c\n1,2,3\n", "sentence1,sentence2,score\nx,y,high\n", "sentence1,sentence2,score\nx\n", "\xff",
+                                     "sentence1,sentence2,score\na,b,50\nc,d,1\n", "sentence1,sentence2,score\na,b,nan\nc,d,1\n"])
 def test_sts_b_changed_by_hand(workshop, content):
     (workshop / "data" / "stsb" / "validation.csv").write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match="validation.csv (is not as download_data.py writes it|holds 0 pairs)"):
+    with pytest.raises(ValueError, match="validation.csv (is not as download_data.py writes it|holds 0 pairs|has an empty sentence or a score not)"):
         evaluate.load_sts_b()
 
 
@@ -221,6 +261,15 @@ def spoil(folder, case):
         modules = json.loads((folder / "modules.json").read_text())
         modules.append({"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
         (folder / "modules.json").write_text(json.dumps(modules))
+    elif case == "tokenizer without [CLS] and [SEP]":
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
+    elif case == "config is a list":
+        (folder / "config.json").write_text("[]")
+    elif case == "no heads":
+        (folder / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 0}))
+    elif case == "a decoder":
+        (folder / "config.json").write_text(json.dumps(settings | {"is_decoder": True}))
     elif case == "max pooling":
         (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     else:
@@ -234,10 +283,12 @@ WRONG = {"truncated weights": "can't be read as weights", "weights swapped for t
          "a weight too many": "holds a weight that BERT does not have: encoder.layer.1.output.dense.bias",
          "no weights": "neither model.safetensors nor pytorch_model.bin", "malicious pickle": "can't be read as weights",
          "truncated pickle": "can't be read as weights", "no config": "no checkpoint: it has no config.json",
-         "config is no JSON": "config.json is not valid JSON", "config lacks a size": "no number for hidden_size",
+         "config is no JSON": "config.json is not valid JSON", "config lacks a size": "no number that can be for hidden_size",
          "vocabulary of another size": "do not belong together", "vocabulary without [CLS]": r"lacks \[CLS\]",
          "no tokenizer": "neither tokenizer.json nor vocab.txt", "tokenizer is no JSON": "can't be read as a tokenizer",
-         "max pooling": "pooling_mode_max_tokens",
+         "max pooling": "pooling_mode_max_tokens", "config is a list": "holds a list", "a decoder": "is_decoder is True",
+         "no heads": "that can be for num_attention_heads: 0",
+         "tokenizer without [CLS] and [SEP]": r"between \[CLS\] and \[SEP\]",
          "a dense layer behind the pooling": "sentence_transformers.models.Dense behind its pooling", "model_type=roberta": "a roberta model: only BERT",
          "model_type=distilbert": "a distilbert model", "model_type=modernbert": "a modernbert model",
          "hidden_act=relu": "hidden_act is 'relu'", "position_embedding_type=relative_key": "position_embedding_type"}

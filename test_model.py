@@ -121,6 +121,12 @@ def test_every_dropout_of_the_paper_is_there():
     encoder = tiny_encoder(dropout=0.3)
     rates = [module.p for module in encoder.modules() if isinstance(module, torch.nn.Dropout)]
     assert rates == [0.3] * 3 and [block.attention.dropout for block in encoder.blocks] == [0.3] * 2
+    calls = []
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    encoder.train()(*encoder.tokenize(SENTENCES))
+    assert len(calls) == 1 + 2 * 2                              # both branches of both blocks
     for alone in (encoder.dropout, encoder.blocks[0].dropout, encoder.blocks[0].attention):
         encoder.eval()
         alone.train()

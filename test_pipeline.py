@@ -130,13 +130,15 @@ def test_evaluation_is_dropout_off_head_off_order_kept(workshop):
 
 
 def test_measure_takes_alignment_from_close_pairs_and_uniformity_from_all(workshop):
+    with open(workshop / "data" / "stsb" / "validation.csv", "a", encoding="utf-8") as file:
+        file.write("A cat sleeps on a warm stone wall.,The dog next door barks.,4.0\n")     # not above 4: no close pair
     encoder = SimCSEEncoder(checkpoint.train_tokenizer(sample_sentences(), 300), n_layer=1, n_embd=32, n_head=2)
     sentences1, sentences2, scores = evaluate.load_sts_b()
     h1, h2 = (torch.nn.functional.normalize(torch.from_numpy(evaluate.encode_sentences(encoder, s)).double(), dim=-1)
               for s in (sentences1, sentences2))
     close = [i for i, score in enumerate(scores) if score > 4]
     points = torch.cat([h1, h2])
-    squares = [((points[i] - points[j]) ** 2).sum().item() for i in range(80) for j in range(i)]
+    squares = [((points[i] - points[j]) ** 2).sum().item() for i in range(len(points)) for j in range(i)]
     result = evaluate.measure(encoder)
     assert abs(result["alignment"] - np.mean([((h1[i] - h2[i]) ** 2).sum().item() for i in close])) < 1e-5
     assert abs(result["uniformity"] - math.log(np.mean([math.exp(-2 * s) for s in squares]))) < 1e-4
@@ -176,6 +178,89 @@ def test_fixed_mask_makes_the_views_equal(workshop):
     z1, z2 = train.two_views(encoder, *batch)
     assert torch.equal(z1, z2)
     assert not torch.allclose(z1, train.two_views(encoder, *batch)[0], atol=1e-3)       # the next batch draws another
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_views_take_the_head_where_it_is_used_and_both_learn(workshop, head):
+    config.USE_MLP_HEAD, config.DROPOUT = head, 0.0
+    encoder = train.starting_encoder(sample_sentences()).train()
+    batch = encoder.tokenize(sample_sentences()[:8])
+    z1, z2 = train.two_views(encoder, *batch)
+    expected = encoder.encode(*batch, project=head)
+    assert torch.equal(z1, expected) and torch.equal(z2, expected)
+    for view in (z1, z2):
+        gradient, = torch.autograd.grad(view.sum(), encoder.blocks[0].ffn_in.weight, retain_graph=True)
+        assert gradient.abs().sum() > 0
+
+
+def test_the_loop_trains_under_dropout_with_schedule_and_clipping(workshop, monkeypatch):
+    """What every step of train.py meets: the encoder in training mode, two different views, its rate, a clipped gradient."""
+    config.GRAD_CLIP, config.LEARNING_RATE = 0.01, 1e-3
+    rates, norms = [], []
+    original = train.two_views
+
+    def views(encoder, *batch):
+        z1, z2 = original(encoder, *batch)
+        assert encoder.training and not torch.allclose(z1, z2, atol=1e-3)
+        return z1, z2
+
+    class Watched(torch.optim.AdamW):
+        def step(self):
+            rates.append({group["lr"] for group in self.param_groups})
+            norms.append(torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm())
+            super().step()
+    monkeypatch.setattr(train, "two_views", views)
+    monkeypatch.setattr(torch.optim, "AdamW", Watched)
+    train.main()
+    assert rates == [{train.learning_rate(step, 10)} for step in range(1, 11)] and len(set.union(*rates)) > 5
+    assert all(norm < 0.0101 for norm in norms)
+
+
+def test_weight_decay_is_for_matrices(workshop):
+    for head in (True, False):
+        config.USE_MLP_HEAD, config.WEIGHT_DECAY = head, 0.3
+        encoder = train.starting_encoder(sample_sentences())
+        decay = {id(p): group["weight_decay"] for group in train.make_optimizer(encoder).param_groups for p in group["params"]}
+        for name, p in encoder.named_parameters():
+            if name.startswith("mlp_head.") and not head:
+                assert id(p) not in decay
+            else:
+                assert decay[id(p)] == (0.3 if p.dim() == 2 else 0.0), name
+
+
+def test_starting_encoder_follows_seed_dropout_and_pooler(workshop):
+    def tokens():
+        return train.starting_encoder(sample_sentences()).token_embedding.weight
+    first = tokens()
+    assert torch.equal(first, tokens())
+    batches = [batch.tolist() for batch in train.batches(80)]
+    config.SEED = 43
+    assert not torch.equal(first, tokens()) and batches != [batch.tolist() for batch in train.batches(80)]
+    train.starting_encoder(sample_sentences()).save_pretrained(workshop / "ck")
+    config.INIT, config.DROPOUT, config.POOLER = str(workshop / "ck"), 0.4, "mean"
+    encoder = train.starting_encoder([])
+    assert encoder.pooler == "mean" and encoder.dropout.p == encoder.blocks[0].attention.dropout == 0.4
+
+
+def test_max_sentences_caps_the_corpus(workshop):
+    assert len(train.load_sentences()) == 80
+    config.MAX_SENTENCES = 7
+    assert train.load_sentences() == sample_sentences()[:7]
+
+
+def test_evaluate_takes_the_newest_run_the_split_and_the_pooler_it_is_told(workshop, capsys):
+    for config.RUN_NAME, config.SEED in (("old", 1), ("new", 2)):
+        train.main()
+    os.utime(workshop / "checkpoints" / "old" / "run.json", (1, 1))
+    config.SPLIT, config.POOLER = "test", "mean"
+    config.overridden.update({"SPLIT", "POOLER"})
+    capsys.readouterr()
+    evaluate.main()
+    start, run = capsys.readouterr().out.splitlines()[1:3]
+    for line, folder in ((start, "new/start"), (run, "new")):
+        encoder = SimCSEEncoder.from_pretrained(str(workshop / "checkpoints" / folder), pooler="mean")
+        assert f"{evaluate.evaluate_stsb(encoder, 'test'):.2f}" in line and "mean" in line and "test" in line
+    assert evaluate.newest_run().endswith("new")
 
 
 def test_learning_rate_climbs_then_falls(workshop):

@@ -22,8 +22,11 @@ def load_sentences():
     path = os.path.join(config.data, "sentences.txt")
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first")
-    with open(path, encoding="utf-8") as file:
-        return [line.strip() for line in file if line.strip()][:config.MAX_SENTENCES]
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()][:config.MAX_SENTENCES]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): python download_data.py CORPUS={path} reads other encodings") from None
 
 
 def starting_encoder(sentences):
@@ -132,8 +135,9 @@ def main():
             z1, z2 = two_views(encoder, idx[batch, :T].to(device), attention_mask[batch, :T].to(device))
             loss = simcse_loss(z1, z2, config.TEMPERATURE)
             if not torch.isfinite(loss):
-                raise ValueError(f"the loss is {loss.item()} at step {step}, learning rate {learning_rate(step, steps):.2e}; "
-                                 f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}")
+                kept = f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}" if len(rows) > 1 else \
+                    "there was no score yet, so no encoder was kept"
+                raise ValueError(f"the loss is {loss.item()} at step {step}, learning rate {learning_rate(step, steps):.2e}; {kept}")
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(encoder.parameters(), config.GRAD_CLIP)
