@@ -88,8 +88,8 @@ RULES = [
 ]
 
 # where the scripts keep what they make
-data = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
-checkpoints = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checkpoints")
+here = os.path.dirname(os.path.abspath(__file__))
+data, checkpoints = os.path.join(here, "data"), os.path.join(here, "checkpoints")
 overridden = set()      # the knobs that the shell has set
 
 DEFAULTS = {name: value for name, value in globals().items() if name.isupper() and name != "RULES"}
@@ -135,7 +135,7 @@ def override(arguments, script=None):
             near = difflib.get_close_matches(name.upper(), DEFAULTS, n=1, cutoff=0.5)
             raise ValueError(f"unknown knob {name!r}" + (f": did you mean {near[0]}?" if near else "; --help lists them"))
         if script and name not in knobs_of(script):
-            readers = [file for file in sorted(os.listdir(os.path.dirname(os.path.abspath(__file__)))) if file.endswith(".py")
+            readers = [file for file in sorted(os.listdir(here)) if file.endswith(".py")
                        and not file.startswith("test_") and "__main__" in read(file) and name in knobs_of(file)]
             raise ValueError(f"{os.path.basename(script)} does not read {name}; {' and '.join(readers)} would")
         globals()[name] = parse(name, text)
@@ -145,7 +145,7 @@ def override(arguments, script=None):
 
 def read(name):
     """The source of one of our scripts."""
-    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.path.basename(name)), encoding="utf-8") as file:
+    with open(os.path.join(here, os.path.basename(name)), encoding="utf-8") as file:
         return file.read()
 
 
@@ -153,7 +153,7 @@ def knobs_of(script):
     """The names of the knobs that a script and its helpers read, found in their source."""
     text = read(script)
     for module in re.findall(r"^(?:from|import) (\w+)", text, re.M):
-        if os.path.exists(os.path.join(os.path.dirname(os.path.abspath(__file__)), module + ".py")):
+        if os.path.exists(os.path.join(here, module + ".py")):
             helper = read(module + ".py")
             text += "" if "__main__" in helper else helper                  # another script has knobs of its own
     return [name for name in DEFAULTS if re.search(rf"\bconfig\.{name}\b", text)]

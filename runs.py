@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt                                     # noqa: E402
 
 def training_settings():
     """The knobs on which the outcome of a run of train.py depends, as a dict."""
-    names = config.knobs_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
+    names = config.knobs_of("train.py")
     return {name: getattr(config, name) for name in names if name not in ("DEVICE", "RUN_NAME", "OVERWRITE", "RESUME")}
 
 

@@ -85,6 +85,11 @@ def two_views(encoder, idx, attention_mask):
     return z1.float(), z2.float()
 
 
+def rank(row):
+    """What the best row of the metrics is chosen by: its Spearman, where that is defined."""
+    return -math.inf if math.isnan(row["spearman"]) else row["spearman"]
+
+
 def main():
     started, device, folder = time.time(), pick_device(config.DEVICE), run_folder(config.RUN_NAME)
     sentences = load_sentences()
@@ -113,12 +118,12 @@ def main():
         now = {"step": step, "epoch": step * config.EPOCHS / steps, "loss": sum(losses) / len(losses) if losses else None,
                **measure(encoder, "validation")}
         losses.clear()
-        best = max((row["spearman"] for row in rows[1:] if not math.isnan(row["spearman"])), default=-math.inf)
+        best = max(map(rank, rows[1:]), default=-math.inf)
         rows.append(now)
         write_metrics(folder, rows)
         draw_curves(folder, rows, {"loss": "loss (nats)", "spearman": f"Spearman x 100 ({stsb_name()})",
                                    "alignment": "alignment (lower is better)", "uniformity": "uniformity (lower is better)"})
-        if step and now["spearman"] > best:
+        if step and rank(now) > best:
             encoder.save_pretrained(folder)
         save_state(folder, encoder, optimizer, step, device)
         update_run(folder, seconds=before + time.time() - started, last=now)
@@ -151,7 +156,7 @@ def main():
             rate = (bar.n - bar.initial) / bar.format_dict["elapsed"] * config.BATCH_SIZE
             bar.set_postfix_str(f"loss {loss.item():.4f}, STS {spearman:.2f}, {rate:.0f} sentences/s")
 
-    best = max(rows[1:], key=lambda row: -math.inf if math.isnan(row["spearman"]) else row["spearman"])
+    best = max(rows[1:], key=rank)
     if math.isnan(best["spearman"]):
         raise ValueError("no score was defined, as all embeddings are the same: no encoder was kept")
     update_run(folder, finished=True, start=rows[0], best=best)
