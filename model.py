@@ -3,6 +3,8 @@
 Papers: SimCSE (Gao et al., 2021), BERT (Devlin et al., 2018), alignment and uniformity (Wang & Isola, 2020).
 """
 
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -50,41 +52,64 @@ def alignment_and_uniformity(z1, z2, t=2.0):
 
 # ---------------------------------------------------------------------------- the encoder
 
+def dropout(x, rate):
+    """Set each element to 0 with probability `rate` in [0, 1), and scale the others up so that the mean stays. Any shape.
+
+    F.dropout on the CPU draws a number an element, one after another: a fifth of a training step. Here 64 random bits serve
+    eight elements, a byte each, so the rate counts in 1/256 (0.1 is 26/256), and the scale is that of the rate as it is.
+    """
+    if rate == 0:
+        return x
+    if x.device.type != "cpu":
+        return F.dropout(x, rate)
+    dropped = min(max(1, round(256 * rate)), 255)                                       # of the 256 values of a byte
+    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-2**63, None)   # all 64 of them
+    kept = (bits.view(torch.uint8)[:x.numel()] >= dropped).view(x.shape)
+    return x * kept.to(x.dtype).mul_(256 / (256 - dropped))
+
+
 class SelfAttention(nn.Module):
     """Bidirectional multi-head attention over the real tokens. Source: BERT, section 3."""
 
-    def __init__(self, n_embd, n_head, dropout):
+    def __init__(self, n_embd, n_head):
         super().__init__()
-        self.n_head, self.dropout = n_head, dropout
+        self.n_head = n_head
         self.query = nn.Linear(n_embd, n_embd)
         self.key = nn.Linear(n_embd, n_embd)
         self.value = nn.Linear(n_embd, n_embd)
         self.output = nn.Linear(n_embd, n_embd)
 
-    def forward(self, x, mask):
-        B, T, C = x.shape
-        # (B, T, C) -> (B, n_head, T, C / n_head)
-        q, k, v = (layer(x).view(B, T, self.n_head, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
+    def forward(self, x, readers, mask, rate):
+        """x: (B, T, C); readers: (B, R, C), those rows of x that look; returns what they see, (B, R, C)."""
+        def heads(states):
+            return states.view(*states.shape[:2], self.n_head, -1).transpose(1, 2)     # (B, T, C) -> (B, n_head, T, C / n_head)
+
+        q, k, v = heads(self.query(readers)), heads(self.key(x)), heads(self.value(x))
         # softmax(q k^T / sqrt(C / n_head)) v, with dropout on the softmax and no weight on [PAD]
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
-        return self.output(y.transpose(1, 2).reshape(B, T, C))
+        if rate and x.device.type == "cpu":             # written out for the sake of our dropout
+            scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5                       # (B, n_head, R, T)
+            scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+            y = dropout(scores.softmax(-1), rate) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate)
+        return self.output(y.transpose(1, 2).reshape(readers.shape))
 
 
 class Block(nn.Module):
     """One Transformer block with LayerNorm after each residual sum. Source: BERT, section 3."""
 
-    def __init__(self, n_embd, n_head, n_inner, dropout, eps):
+    def __init__(self, n_embd, n_head, n_inner, eps):
         super().__init__()
-        self.attention = SelfAttention(n_embd, n_head, dropout)
+        self.attention = SelfAttention(n_embd, n_head)
         self.attention_norm = nn.LayerNorm(n_embd, eps)
         self.ffn_in = nn.Linear(n_embd, n_inner)
         self.ffn_out = nn.Linear(n_inner, n_embd)
         self.ffn_norm = nn.LayerNorm(n_embd, eps)
-        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, mask):
-        x = self.attention_norm(x + self.dropout(self.attention(x, mask)))
-        return self.ffn_norm(x + self.dropout(self.ffn_out(F.gelu(self.ffn_in(x)))))
+    def forward(self, x, readers, mask, rate):
+        """x: (B, T, C); readers: (B, R, C), the rows of x whose new states are wanted. Returns those, (B, R, C)."""
+        x = self.attention_norm(readers + dropout(self.attention(x, readers, mask, rate), rate))
+        return self.ffn_norm(x + dropout(self.ffn_out(F.gelu(self.ffn_in(x))), rate))
 
 
 class MLPHead(nn.Module):
@@ -114,13 +139,12 @@ class SimCSEEncoder(nn.Module):
         n_inner, vocab_size = n_inner or 4 * n_embd, vocab_size or tokenizer.get_vocab_size()
         self.shape = dict(n_layer=n_layer, n_embd=n_embd, n_head=n_head, n_inner=n_inner, n_positions=n_positions,
                           vocab_size=vocab_size, n_segments=n_segments, dropout=dropout, eps=eps)
-        self.tokenizer, self.pooler, self.n_positions = tokenizer, pooler, n_positions
+        self.tokenizer, self.pooler, self.n_positions, self.dropout = tokenizer, pooler, n_positions, dropout
         self.token_embedding = nn.Embedding(vocab_size, n_embd)
         self.position_embedding = nn.Embedding(n_positions, n_embd)
         self.segment_embedding = nn.Embedding(n_segments, n_embd)
         self.embedding_norm = nn.LayerNorm(n_embd, eps)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, n_inner, dropout, eps) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, n_inner, eps) for _ in range(n_layer))
         self.mlp_head = MLPHead(n_embd)
         self.apply(self._initialise)
 
@@ -137,25 +161,28 @@ class SimCSEEncoder(nn.Module):
             for layer in (module.attention.output, module.ffn_out):
                 nn.init.normal_(layer.weight, std=0.4 * layer.in_features ** -0.5)
 
-    def forward(self, idx, attention_mask):
+    def forward(self, idx, attention_mask, cls_only=False):
         """Hidden states of the last block. idx: (B, T) token ids; attention_mask: (B, T), 0 at [PAD], or None where there is
-        no [PAD]. Returns (B, T, C)."""
+        no [PAD]; cls_only: the last block computes [CLS] alone. Returns (B, T, C), or (B, 1, C)."""
         T = idx.shape[1]
         if T > self.n_positions:
             raise ValueError(f"an input of {T} tokens is longer than the encoder's {self.n_positions} positions")
         # (B, 1, 1, T), the same for every head and query; none where no position is [PAD]
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         x = self.token_embedding(idx) + self.position_embedding.weight[:T] + self.segment_embedding.weight[0]
-        x = self.dropout(self.embedding_norm(x))
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
+        rate = self.dropout if self.training else 0.0
+        x = dropout(self.embedding_norm(x), rate)
+        for block in self.blocks[:-1]:
+            x = block(x, x, mask, rate)
+        return self.blocks[-1](x, x[:, :1] if cls_only else x, mask, rate)
 
     def encode(self, idx, attention_mask, project=False):
         """Sentence embeddings. idx, attention_mask: (B, T); project: through the MLP head (training only). Returns (B, C)."""
-        hidden = self(idx, attention_mask)                          # (B, T, C)
+        hidden = self(idx, attention_mask, cls_only=self.pooler == "cls")      # (B, T, C), or (B, 1, C) for "cls"
         if self.pooler == "cls":
             embedding = hidden[:, 0]
+        elif attention_mask is None:
+            embedding = hidden.mean(1)
         else:
             mask = attention_mask.unsqueeze(-1).to(hidden.dtype)    # (B, T, 1)
             embedding = (hidden * mask).sum(1) / mask.sum(1)

@@ -1,7 +1,8 @@
 """Chapter 3 in one script: learn a WordPiece vocabulary and a small BERT by filling in hidden words.
 
 Text -> spans of whole sentences (spans.py) -> masked-language-model loss -> MLM_FOLDER, from which SimCSE can start.
-Paper: BERT (Devlin et al., 2018), section 3.1. Next-sentence prediction is left out, as in RoBERTa (Liu et al., 2019).
+Papers: BERT (Devlin et al., 2018), section 3.1. Its task for [CLS], next-sentence prediction, gives way to one that asks more:
+the words of the input, from [CLS] alone (Ma et al., 2024, "Drop your Decoder: Pre-training with Bag-of-Word Prediction").
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from runs import draw_curves, write_metrics
 
 # what a run keeps once it has started (MAX_TOKENS may change)
 RECIPE = ["N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE",
-          "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
+          "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "CLS_WEIGHT", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
           "WEIGHT_DECAY", "GRAD_CLIP", "SEED"]
 EXAMPLES = ["the capital of france is [MASK] .", "she was born in [MASK] and studied at the university of london .",
             "the river flows [MASK] the sea .", "he played [MASK] for the national team ."]
@@ -87,13 +88,25 @@ def show_neighbours(encoder):
 
 
 def predict(encoder, head, masked):
-    """Scores for the hidden tokens of a masked batch. Returns logits (M, V) and the tokens that stood there (M,)."""
+    """Scores for the hidden tokens of a masked batch, and for all of its tokens from [CLS] alone.
+
+    Returns logits (M, V), the tokens that stood there (M,), and the logits of [CLS] (B, V).
+    """
     device = encoder.token_embedding.weight.device
     idx, places, targets = (torch.from_numpy(array).to(device) for array in masked)
     with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(device)):
         hidden = encoder(idx, None)                                             # (B, T, C)
-        hidden = hidden.flatten(0, 1)[places]                                   # (M, C), M = MASK_RATE of B * T
-        return head(hidden, encoder.token_embedding.weight).float(), targets
+        states = torch.cat([hidden.flatten(0, 1)[places], hidden[:, 0]])        # (M + B, C), M = MASK_RATE of B * T
+        logits = head(states, encoder.token_embedding.weight).float()           # (M + B, V)
+        return logits[:len(places)], targets, logits[len(places):]
+
+
+def bag_of_words_loss(logits, idx):
+    """Mean -log p in nats of a span's tokens, wherever in it they stand, under the one distribution that its [CLS] gives.
+
+    logits: (B, V); idx: (B, T), the tokens before masking, [CLS] first and [SEP] last. Source: Ma et al. (2024), section 3.2.
+    """
+    return -logits.log_softmax(1).gather(1, idx[:, 1:-1]).mean()
 
 
 @torch.no_grad()
@@ -102,21 +115,12 @@ def validate(encoder, head, masked_batches):
     encoder.eval()
     loss = right = count = 0
     for masked in masked_batches:
-        logits, targets = predict(encoder, head, masked)
+        logits, targets, _ = predict(encoder, head, masked)
         loss += F.cross_entropy(logits, targets, reduction="sum").item()
         right += (logits.argmax(1) == targets).sum().item()
         count += len(targets)
     encoder.train()
     return loss / count, right / count
-
-
-def set_dropout(encoder, rate):
-    """Set every dropout of the encoder."""
-    for module in encoder.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = rate
-        elif hasattr(module, "dropout") and isinstance(module.dropout, float):
-            module.dropout = rate
 
 
 def stsb(encoder):
@@ -254,14 +258,15 @@ def train(encoder, head, optimizer, corpus, progress, run):
             rng = np.random.default_rng([config.SEED, 2**33, progress["step"]])     # each step's own: no state to keep
             torch.manual_seed(int(rng.integers(2**63)))                             # for dropout
             left = 1 - progress["tokens"] / config.MAX_TOKENS
-            set_dropout(encoder, config.MLM_DROPOUT if left <= config.DROPOUT_SHARE else 0.0)
+            encoder.dropout = config.MLM_DROPOUT if left <= config.DROPOUT_SHARE else 0.0
             rate = learning_rate(progress["tokens"])
             for group in optimizer.param_groups:
                 group["lr"] = rate
             epoch, position, batch = next(batches)
             idx = spans.rows_of(batch, corpus["tokens"])                            # (B, T)
-            logits, targets = predict(encoder, head, spans.mask(idx, rng, vocab_size))
-            loss = F.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
+            logits, targets, cls_logits = predict(encoder, head, spans.mask(idx, rng, vocab_size))
+            mlm_loss = F.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
+            loss = mlm_loss + config.CLS_WEIGHT * bag_of_words_loss(cls_logits, torch.from_numpy(idx).to(logits.device))
             if not torch.isfinite(loss):
                 raise ValueError(f"the loss is {loss.item()} at step {progress['step']}, learning rate {rate:.1e}")
             optimizer.zero_grad()
@@ -270,7 +275,7 @@ def train(encoder, head, optimizer, corpus, progress, run):
             optimizer.step()
 
             before, now = progress["tokens"], time.monotonic()
-            progress["losses"].append(loss.item())
+            progress["losses"].append(mlm_loss.item())
             progress.update(tokens=before + idx.size, step=progress["step"] + 1, epoch=epoch, position=position,
                             seconds=progress["seconds"] + now - clock)
             clock = now

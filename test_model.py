@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import config
+import model
 from checkpoint import train_tokenizer
 from model import MLPHead, SimCSEEncoder, alignment_and_uniformity, simcse_loss
 
@@ -117,21 +118,81 @@ def test_every_row_draws_its_own_mask():
 
 
 def test_every_dropout_of_the_paper_is_there():
-    # on the embeddings, on the attention weights, and on both residual branches of every block
-    encoder = tiny_encoder(dropout=0.3)
-    rates = [module.p for module in encoder.modules() if isinstance(module, torch.nn.Dropout)]
-    assert rates == [0.3] * 3 and [block.attention.dropout for block in encoder.blocks] == [0.3] * 2
-    calls = []
-    for module in encoder.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(lambda *_: calls.append(1))
-    encoder.train()(*encoder.tokenize(SENTENCES))
-    assert len(calls) == 1 + 2 * 2                              # both branches of both blocks
-    for alone in (encoder.dropout, encoder.blocks[0].dropout, encoder.blocks[0].attention):
-        encoder.eval()
-        alone.train()
-        batch = encoder.tokenize(SENTENCES)
-        assert not torch.allclose(encoder.encode(*batch), encoder.encode(*batch), atol=1e-4)
+    # on the embeddings, and in each block on the attention weights and on both residual branches
+    encoder = tiny_encoder(dropout=0.3).train()
+    batch = encoder.tokenize(SENTENCES)
+    idx = batch[0]
+    calls, ours = [], model.dropout
+    try:
+        model.dropout = lambda x, rate: calls.append((tuple(x.shape), rate)) or x
+        without = encoder(*batch)
+        B, T = idx.shape
+        block = [((B, 4, T, T), 0.3), ((B, T, 32), 0.3), ((B, T, 32), 0.3)]
+        assert calls == [((B, T, 32), 0.3)] + 2 * block
+        for alone in range(len(calls)):             # and each of them changes what comes out
+            turn = iter(range(len(calls)))
+            model.dropout = lambda x, rate: ours(x, rate) if next(turn) == alone else x
+            assert not torch.allclose(encoder(*batch), without, atol=1e-4)
+    finally:
+        model.dropout = ours
+
+
+def test_dropout_rate_and_scale():
+    torch.manual_seed(0)
+    for rate in (0.01, 0.05, 0.1, 0.15, 0.2, 0.5, 0.999):
+        x = torch.ones(1001, 1003)                  # not a multiple of eight
+        y = model.dropout(x, rate)
+        dropped = (y == 0).double().mean().item()
+        exact = round(rate * 256) / 256 if rate < 0.999 else 255 / 256
+        assert abs(exact - rate) <= 1 / 256 and abs(dropped - exact) < 5 * math.sqrt(exact * (1 - exact) / x.numel())
+        assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / (1 - exact)).item()}      # so the mean stays
+    assert torch.equal(model.dropout(x, 0.0), x)
+    assert (model.dropout(x, 0.0001) == 0).any()    # a rate above 0 is never rounded to 0
+    assert model.dropout(torch.ones(0, 3), 0.1).shape == (0, 3) and model.dropout(torch.ones(4, dtype=torch.bfloat16), 0.1).dtype == torch.bfloat16
+
+
+def test_dropout_draws_are_independent():
+    # correlations between the masks of neighbours (within and across the 64 bits drawn at a time), rows, and calls
+    torch.manual_seed(0)
+    for rate in (0.1, 0.5):
+        first, second = (model.dropout(torch.ones(512, 2048), rate) == 0 for _ in range(2))
+
+        def correlation(a, b):
+            return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]).double())[0, 1].item() * math.sqrt(a.numel())
+
+        found = [correlation(first, second)] + [correlation(first[:-i], first[i:]) for i in (1, 2, 7)]
+        found += [correlation(first[:, :-i], first[:, i:]) for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 64)]
+        assert max(map(abs, found)) < 4.5           # standard deviations
+        rows = first.double().mean(1)               # each row's own rate, spread as that many coins would be
+        assert abs(rows.std().item() / math.sqrt(rows.mean() * (1 - rows.mean()) / 2048) - 1) < 0.15
+
+
+def test_dropout_gradient_is_its_mask():
+    torch.manual_seed(0)
+    x = torch.randn(5, 7, requires_grad=True)
+    y = model.dropout(x, 0.5)
+    y.sum().backward()
+    assert torch.equal(x.grad * x, y) and 0 < (x.grad == 0).sum() < 35
+
+
+def test_attention_is_the_formula():
+    # with dropout on, attention is written out; without, it is PyTorch's: at a vanishing effect of dropout, the same
+    encoder = tiny_encoder(dropout=0.3).train()
+    batch = encoder.tokenize(SENTENCES)
+    ours = model.dropout
+    try:
+        model.dropout = lambda x, rate: x
+        written_out = encoder(*batch)
+    finally:
+        model.dropout = ours
+    assert torch.allclose(written_out, encoder.eval()(*batch), atol=1e-5)
+
+
+def test_only_cls_is_computed_where_only_cls_is_read():
+    encoder = tiny_encoder().eval()
+    batch = encoder.tokenize(SENTENCES)
+    assert torch.allclose(encoder(*batch, cls_only=True)[:, 0], encoder(*batch)[:, 0], atol=1e-6)
+    assert encoder(*batch, cls_only=True).shape == (5, 1, 32)
 
 
 # ---------------------------------------------------------------------------- the encoder
@@ -148,7 +209,7 @@ def test_pooling():
     encoder = tiny_encoder().eval()
     idx, attention_mask = encoder.tokenize(SENTENCES)
     hidden = encoder(idx, attention_mask)
-    assert torch.equal(encoder.encode(idx, attention_mask), hidden[:, 0])
+    assert torch.allclose(encoder.encode(idx, attention_mask), hidden[:, 0], atol=1e-6)
     encoder.pooler = "mean"
     for row in range(len(SENTENCES)):
         n = int(attention_mask[row].sum())

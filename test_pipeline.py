@@ -169,6 +169,12 @@ def test_sample_is_called_a_sample_on_every_line(workshop, capsys):
 
 # ---------------------------------------------------------------------------- training
 
+def rows_of_batches(n):
+    """Which rows of a corpus of n each batch holds."""
+    idx = torch.arange(n)[:, None]
+    return [batch[:, 0].tolist() for batch, _ in train.batches(idx, torch.ones_like(idx), torch.device("cpu"))]
+
+
 def test_fixed_mask_makes_the_views_equal(workshop):
     encoder = train.starting_encoder(sample_sentences()).train()
     batch = encoder.tokenize(sample_sentences()[:8])
@@ -187,7 +193,7 @@ def test_views_take_the_head_where_it_is_used_and_both_learn(workshop, head):
     batch = encoder.tokenize(sample_sentences()[:8])
     z1, z2 = train.two_views(encoder, *batch)
     expected = encoder.encode(*batch, project=head)
-    assert torch.equal(z1, expected) and torch.equal(z2, expected)
+    assert torch.allclose(z1, expected, atol=1e-6) and torch.allclose(z2, expected, atol=1e-6)
     for view in (z1, z2):
         gradient, = torch.autograd.grad(view.sum(), encoder.blocks[0].ffn_in.weight, retain_graph=True)
         assert gradient.abs().sum() > 0
@@ -233,13 +239,13 @@ def test_starting_encoder_follows_seed_dropout_and_pooler(workshop):
         return train.starting_encoder(sample_sentences()).token_embedding.weight
     first = tokens()
     assert torch.equal(first, tokens())
-    batches = [batch.tolist() for batch in train.batches(80)]
+    batches = rows_of_batches(80)
     config.SEED = 43
-    assert not torch.equal(first, tokens()) and batches != [batch.tolist() for batch in train.batches(80)]
+    assert not torch.equal(first, tokens()) and batches != rows_of_batches(80)
     train.starting_encoder(sample_sentences()).save_pretrained(workshop / "ck")
     config.INIT, config.DROPOUT, config.POOLER = str(workshop / "ck"), 0.4, "mean"
     encoder = train.starting_encoder([])
-    assert encoder.pooler == "mean" and encoder.dropout.p == encoder.blocks[0].attention.dropout == 0.4
+    assert encoder.pooler == "mean" and encoder.dropout == 0.4
 
 
 def test_max_sentences_caps_the_corpus(workshop):
@@ -274,11 +280,26 @@ def test_learning_rate_climbs_then_falls(workshop):
 
 def test_batches_cover_an_epoch_in_a_new_order_each_time(workshop):
     config.EPOCHS = 2
-    rows = [batch.tolist() for batch in train.batches(27)]
+    rows = rows_of_batches(27)
     assert [len(batch) for batch in rows] == [8] * 6                    # the last three of 27 are dropped
     first, second = sum(rows[:3], []), sum(rows[3:], [])
     assert len(set(first)) == len(set(second)) == 24 and first != second
-    assert rows == [batch.tolist() for batch in train.batches(27)]
+    assert rows == rows_of_batches(27)
+
+
+def test_batches_are_as_long_as_their_longest_sentence(workshop):
+    encoder = train.starting_encoder(sample_sentences())
+    idx, attention_mask = train.tokenize_corpus(encoder, sample_sentences())
+    seen = []
+    for batch, mask in train.batches(idx, attention_mask, torch.device("cpu")):
+        T = batch.shape[1]
+        mask = torch.ones_like(batch, dtype=torch.bool) if mask is None else mask
+        assert mask.any(0).all() and not mask.all() or T == int(mask.sum(1).max()) == int(mask.sum(1).min())
+        seen += [tuple(row[kept].tolist()) for row, kept in zip(batch, mask)]
+    corpus = [tuple(row[kept].tolist()) for row, kept in zip(idx, attention_mask)]
+    assert len(set(seen)) == len(seen) and set(seen) <= set(corpus) and len(seen) == len(corpus) // 8 * 8
+    equal = torch.arange(5, 45).view(8, 5)
+    assert [mask for _, mask in train.batches(equal, torch.ones_like(equal), torch.device("cpu"))] == [None]      # no [PAD], no mask
 
 
 def test_equal_rows_leave_the_corpus(workshop):

@@ -1,6 +1,7 @@
 """Pre-training: masking, packing, the neighbour heads, the head that Hugging Face loads, and going on after a stop."""
 
 import csv
+import math
 import os
 import random
 import signal
@@ -161,12 +162,23 @@ def test_only_masked_positions_enter_the_loss(model):
     rng = np.random.default_rng(0)
     idx = rng.integers(spans.N_SPECIAL, encoder.shape["vocab_size"], (4, 12))
     masked = spans.mask(idx, rng, encoder.shape["vocab_size"])
-    logits, targets = pretrain.predict(encoder, head, masked)
+    logits, targets, cls_logits = pretrain.predict(encoder, head, masked)
     assert logits.shape == (len(masked[1]), encoder.shape["vocab_size"]) and targets.tolist() == masked[2].tolist()
     hidden = encoder(torch.from_numpy(masked[0]), torch.ones(4, 12))
     everywhere = head(hidden, encoder.token_embedding.weight)                       # (4, 12, V)
     row, column = masked[1] // 12, masked[1] % 12
     torch.testing.assert_close(logits, everywhere[row, column])
+    torch.testing.assert_close(cls_logits, everywhere[:, 0])
+
+
+def test_bag_of_words_loss_by_hand():
+    torch.manual_seed(0)
+    logits, idx = torch.randn(3, 20, dtype=torch.float64), torch.randint(20, (3, 6))
+    total = 0.0
+    for b in range(3):
+        for t in range(1, 5):                       # neither [CLS] nor [SEP]
+            total -= math.log(math.exp(logits[b, idx[b, t]]) / sum(math.exp(x) for x in logits[b]))
+    assert pretrain.bag_of_words_loss(logits, idx).item() == pytest.approx(total / 12, abs=1e-12)
 
 
 @pytest.mark.parametrize("shape", [{"n_embd": 256, "n_head": 8}, {"n_embd": 128, "n_head": 4}, {"n_embd": 64, "n_head": 2}])
@@ -252,7 +264,7 @@ def test_validation_is_the_same_every_time(model):
     rng = np.random.default_rng(1)
     masked = [spans.mask(spans.rows_of(batch, corpus["tokens"]), rng, encoder.shape["vocab_size"])
               for batch in spans.batches(spans.pack(corpus, range(6), rng), rng)[:4]]
-    pretrain.set_dropout(encoder, 0.5)
+    encoder.dropout = 0.5
     assert pretrain.validate(encoder, head, masked) == pretrain.validate(encoder, head, masked)
     assert encoder.training
 

@@ -51,11 +51,21 @@ def tokenize_corpus(encoder, sentences):
     return idx[kept], attention_mask[kept]
 
 
-def batches(n):
-    """The rows of every batch of every epoch, each epoch in an order of its own; a batch that is not full is dropped."""
+def batches(idx, attention_mask, device):
+    """The batches of every epoch, each epoch in an order of its own; a batch that is not full is dropped.
+
+    idx, attention_mask: (N, T). Yields idx (B, T') and attention_mask (B, T') on the device, with T' the longest of the batch,
+    and None for the mask where nothing is padded.
+    """
+    lengths = attention_mask.sum(1)
+    idx, attention_mask = idx.to(device), attention_mask.to(device)         # once: a step copies nothing but row numbers
     for epoch in range(config.EPOCHS):
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(config.SEED + epoch))
-        yield from (rows for rows in order.split(config.BATCH_SIZE) if len(rows) == config.BATCH_SIZE)
+        order = torch.randperm(len(idx), generator=torch.Generator().manual_seed(config.SEED + epoch))
+        for rows in order.split(config.BATCH_SIZE):
+            if len(rows) == config.BATCH_SIZE:
+                shortest, longest = lengths[rows].min().item(), lengths[rows].max().item()
+                rows = rows.to(device, non_blocking=True)
+                yield idx[rows, :longest], attention_mask[rows, :longest] if shortest < longest else None
 
 
 def learning_rate(step, steps):
@@ -70,19 +80,42 @@ def make_optimizer(encoder):
     """AdamW over the encoder and, if it is used, the head; weight decay on matrices only, as biases need no shrinking."""
     parameters = [p for name, p in encoder.named_parameters() if config.USE_MLP_HEAD or not name.startswith("mlp_head.")]
     return torch.optim.AdamW([{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.WEIGHT_DECAY},
-                              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}])
+                              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}],
+                             fused=parameters[0].device.type != "mps")
 
 
 def two_views(encoder, idx, attention_mask):
-    """The positive pairs of a batch: the same tokens (B, T), encoded twice under dropout. Returns z1, z2, (B, C) each."""
-    random = random_source(idx.device)
-    state = random.get_rng_state()
-    with torch.autocast(idx.device.type, dtype=torch.bfloat16, enabled=computes_in_bf16(idx.device)):
-        z1 = encoder.encode(idx, attention_mask, project=config.USE_MLP_HEAD)
-        if config.FIXED_MASK:
-            random.set_rng_state(state)             # the second pass draws the same masks again
-        z2 = encoder.encode(idx, attention_mask, project=config.USE_MLP_HEAD)
-    return z1.float(), z2.float()
+    """The positive pairs of a batch: the same tokens, encoded twice under dropout.
+
+    idx: (B, T); attention_mask: (B, T), or None where nothing is padded. Returns z1, z2, (B, C) each.
+    """
+    def encode(idx, attention_mask):
+        with torch.autocast(idx.device.type, dtype=torch.bfloat16, enabled=computes_in_bf16(idx.device)):
+            return encoder.encode(idx, attention_mask, project=config.USE_MLP_HEAD).float()
+
+    if config.FIXED_MASK:
+        random = random_source(idx.device)
+        state = random.get_rng_state()
+        z1 = encode(idx, attention_mask)
+        random.set_rng_state(state)                     # the second pass draws the same masks again
+        return z1, encode(idx, attention_mask)
+    # both passes as the rows of one: every row draws a mask of its own
+    both = encode(idx.repeat(2, 1), None if attention_mask is None else attention_mask.repeat(2, 1))      # (2B, C)
+    return both.chunk(2)
+
+
+def train_step(encoder, optimizer, idx, attention_mask, rate):
+    """One step of SimCSE on a batch (B, T): two views, equation 4, and AdamW at a learning rate. Returns the loss, a scalar."""
+    encoder.train()                                     # dropout on: it is the augmentation
+    z1, z2 = two_views(encoder, idx, attention_mask)
+    loss = simcse_loss(z1, z2, config.TEMPERATURE)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(encoder.parameters(), config.GRAD_CLIP)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return loss.detach()
 
 
 def rank(row):
@@ -95,7 +128,7 @@ def main():
     sentences = load_sentences()
     encoder = starting_encoder(sentences).to(device)
     idx, attention_mask = tokenize_corpus(encoder, sentences)
-    lengths = attention_mask.sum(1)
+    data = {"corpus": idx.numpy().tobytes(), "stsb": repr(load_sts_b("validation")).encode()}
     optimizer = make_optimizer(encoder)
     steps = config.EPOCHS * (len(idx) // config.BATCH_SIZE)
     few = f" (all there are, of MAX_SENTENCES={config.MAX_SENTENCES:,})" if len(sentences) < config.MAX_SENTENCES else ""
@@ -104,7 +137,6 @@ def main():
           f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {os.path.relpath(folder)}")
 
     done, rows, losses = 0, [], []
-    data = {"corpus": idx.numpy().tobytes(), "stsb": repr(load_sts_b("validation")).encode()}
     if open_run(folder, {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}):
         done = load_state(folder, encoder, optimizer, device)
         rows = read_metrics(folder, done)
@@ -113,11 +145,21 @@ def main():
     update_run(folder, sources=sources())
     before = read_run(folder)["seconds"]
 
+    def read(losses):
+        """The losses since the last score as floats; raises ValueError where one isn't finite. Waits for the GPU."""
+        values = torch.stack(losses).tolist()
+        for at, value in enumerate(values, start=rows[-1]["step"] + 1):
+            if not math.isfinite(value):
+                kept = f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}" if len(rows) > 1 else \
+                    "there was no score yet, so no encoder was kept"
+                raise ValueError(f"the loss is {value} at step {at}, learning rate {learning_rate(at, steps):.2e}; {kept}")
+        return values
+
     def score(step):
         """Measure on STS-B dev, keep the encoder if it is the best so far, and write down where the run stands."""
-        now = {"step": step, "epoch": step * config.EPOCHS / steps, "loss": sum(losses) / len(losses) if losses else None,
-               **measure(encoder, "validation")}
+        loss = sum(read(losses)) / len(losses) if losses else None
         losses.clear()
+        now = {"step": step, "epoch": step * config.EPOCHS / steps, "loss": loss, **measure(encoder, "validation")}
         best = max(map(rank, rows[1:]), default=-math.inf)
         rows.append(now)
         write_metrics(folder, rows)
@@ -131,30 +173,20 @@ def main():
 
     spearman = score(0) if not rows else rows[-1]["spearman"]
     print(f"{stsb_name()}, validation: {spearman:.2f} at step {done}")
+    shown = 0.0
     with tqdm(total=steps, initial=done, unit="step") as bar:
-        for step, batch in enumerate(batches(len(idx)), start=1):
+        for step, batch in enumerate(batches(idx, attention_mask, device), start=1):
             if step <= done:
                 continue
-            T = lengths[batch].max()                                # no longer than this batch needs
-            encoder.train()                                         # dropout on: it is the augmentation
-            z1, z2 = two_views(encoder, idx[batch, :T].to(device), attention_mask[batch, :T].to(device))
-            loss = simcse_loss(z1, z2, config.TEMPERATURE)
-            if not torch.isfinite(loss):
-                kept = f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}" if len(rows) > 1 else \
-                    "there was no score yet, so no encoder was kept"
-                raise ValueError(f"the loss is {loss.item()} at step {step}, learning rate {learning_rate(step, steps):.2e}; {kept}")
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(encoder.parameters(), config.GRAD_CLIP)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps)
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(train_step(encoder, optimizer, *batch, learning_rate(step, steps)))
+            now = time.time()
+            if now - shown > 1:                                     # seldom, as to read a loss is to wait for the GPU
+                rate = (bar.n - bar.initial) / bar.format_dict["elapsed"] * config.BATCH_SIZE
+                bar.set_postfix_str(f"loss {read(losses)[-1]:.4f}, STS {spearman:.2f}, {rate:.0f} sentences/s", refresh=False)
+                shown = now
             if step % config.EVAL_INTERVAL == 0 or step == steps:
                 spearman = score(step)
             bar.update()
-            rate = (bar.n - bar.initial) / bar.format_dict["elapsed"] * config.BATCH_SIZE
-            bar.set_postfix_str(f"loss {loss.item():.4f}, STS {spearman:.2f}, {rate:.0f} sentences/s")
 
     best = max(rows[1:], key=rank)
     if math.isnan(best["spearman"]):
