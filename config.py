@@ -153,10 +153,11 @@ def read(name):
 def knobs_of(script):
     """The names of the knobs that a script and its helpers read, found in their source."""
     text = read(script)
-    for module in re.findall(r"^(?:from|import) (\w+)", text, re.M):
+    for how, module in re.findall(r"^(from|import) (\w+)", text, re.M):
         if os.path.exists(os.path.join(here, module + ".py")):
             helper = read(module + ".py")
-            text += "" if "__main__" in helper else helper                  # another script has knobs of its own
+            # of another script only a function is taken, and not its knobs, unless the whole of it is imported
+            text += helper if how == "import" or "__main__" not in helper else ""
     return [name for name in DEFAULTS if re.search(rf"\bconfig\.{name}\b", text)]
 
 

@@ -72,14 +72,15 @@ def stsb_name():
 
 
 @torch.no_grad()
-def encode_sentences(encoder, sentences, device=None, batch_size=128):
+def encode_sentences(encoder, sentences, device=None, batch_size=None):
     """Embeddings of sentences in the order given, dropout off, MLP head off; the encoder's mode is put back afterwards.
 
-    device: default is where the encoder is. Returns a float32 numpy array (N, n_embd).
+    device: default is where the encoder is; batch_size: default is 32 on a CPU, whose caches hold no more, else 512. Returns a float32 numpy array (N, n_embd).
     """
     if device is not None:
         encoder.to(device)
     device = encoder.token_embedding.weight.device
+    batch_size = batch_size or (32 if device.type == "cpu" else 512)
     idx, attention_mask = encoder.tokenize(sentences)
     lengths = attention_mask.sum(1)
     embeddings = torch.empty(len(sentences), encoder.token_embedding.embedding_dim)
@@ -88,8 +89,9 @@ def encode_sentences(encoder, sentences, device=None, batch_size=128):
     try:
         for rows in lengths.argsort(stable=True).split(batch_size):     # sentences of one length waste no padding
             if len(rows):
-                T = lengths[rows].max()
-                embeddings[rows] = encoder.encode(idx[rows, :T].to(device), attention_mask[rows, :T].to(device)).float().cpu()
+                T, padded = lengths[rows[-1]], bool(lengths[rows[0]] < lengths[rows[-1]])
+                mask = attention_mask[rows, :T].to(device) if padded else None
+                embeddings[rows] = encoder.encode(idx[rows, :T].to(device), mask).float().cpu()
     finally:
         encoder.train(was_training)
     return embeddings.numpy()

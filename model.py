@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
 
         q, k, v = heads(self.query(readers)), heads(self.key(x)), heads(self.value(x))
         # softmax(q k^T / sqrt(C / n_head)) v, with dropout on the softmax and no weight on [PAD]
-        if rate and x.device.type == "cpu":             # written out for the sake of our dropout
+        if x.device.type == "cpu":          # written out: for our dropout, and as fast or faster up to 64 tokens
             scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5                       # (B, n_head, R, T)
             scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
             y = dropout(scores.softmax(-1), rate) @ v
