@@ -67,6 +67,10 @@ RESUME = False           # True: go on with a run that was stopped
 CHECKPOINT = ""          # folder or Hub name to score; "" = the newest run, beside the encoder it started from
 SPLIT = "validation"     # validation or test
 
+# Ablations (ablations.py)
+ONLY = "dropout,pooling,head"  # groups of variants: dropout, pooling, head, data, temperature, batch, start
+SEEDS = "0,1,2"          # seeds to run each variant with
+
 RULES = [
     ("a whole number of at least 1", lambda v: v >= 1,
      ["MAX_SENTENCES", "N_LAYER", "N_EMBD", "N_HEAD", "EPOCHS", "EVAL_INTERVAL", "MAX_TOKENS",
@@ -90,7 +94,7 @@ RULES = [
 
 # where the scripts keep what they make
 here = os.path.dirname(os.path.abspath(__file__))
-data, checkpoints = os.path.join(here, "data"), os.path.join(here, "checkpoints")
+data, checkpoints, results = (os.path.join(here, name) for name in ("data", "checkpoints", "results"))
 overridden = set()      # the knobs that the shell has set
 
 DEFAULTS = {name: value for name, value in globals().items() if name.isupper() and name != "RULES"}

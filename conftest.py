@@ -25,6 +25,7 @@ def workshop(tmp_path, monkeypatch):
     """An empty place to work in: tiny settings, a few sentences, 40 pairs of the sample, folders of its own."""
     monkeypatch.setattr(config, "data", str(tmp_path / "data"))
     monkeypatch.setattr(config, "checkpoints", str(tmp_path / "checkpoints"))
+    monkeypatch.setattr(config, "results", str(tmp_path / "results"))
     monkeypatch.setattr(config, "overridden", set())
     for name, value in (config.DEFAULTS | TINY).items():
         monkeypatch.setattr(config, name, value)

@@ -100,7 +100,8 @@ def encode_sentences(encoder, sentences, device=None, batch_size=None):
 def measure(encoder, split="validation", device=None):
     """STS-B as the paper measures it: Spearman x 100, alignment over the pairs scored above 4, uniformity over all sentences.
 
-    Returns a dict of floats: spearman (nan where all cosines are equal), alignment (nan without such pairs), uniformity.
+    And length, the Spearman x 100 of the cosine with the difference of a pair's lengths in words, to see whether embeddings
+    tell length. Returns a dict of floats: spearman, alignment, uniformity, length; nan where one is not defined.
     Source: SimCSE, sections 3 and 6; alpha = 2, t = 2.
     """
     sentences1, sentences2, scores = load_sts_b(split)
@@ -110,7 +111,9 @@ def measure(encoder, split="validation", device=None):
     close = torch.from_numpy(scores > 4)
     alignment, _ = alignment_and_uniformity(z1[close], z2[close])
     _, uniformity = alignment_and_uniformity(z1, z2)
-    return {"spearman": spearman(cosine.numpy(), scores), "alignment": alignment, "uniformity": uniformity}
+    words = np.array([[len(re.findall(r"\w+", sentence)) for sentence in side] for side in (sentences1, sentences2)])
+    return {"spearman": spearman(cosine.numpy(), scores), "alignment": alignment, "uniformity": uniformity,
+            "length": spearman(cosine.numpy(), np.abs(words[0] - words[1]))}
 
 
 def evaluate_stsb(encoder, split="validation", device=None):

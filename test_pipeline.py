@@ -318,7 +318,7 @@ def test_training_learns_and_leaves_what_it_promises(workshop, monkeypatch):
     rows = runs.read_metrics(folder)
     assert [row["step"] for row in rows] == [0, 15, 30, 45, 60]
     assert rows[0]["loss"] is None and rows[-1]["loss"] < 0.5 * rows[1]["loss"]
-    assert set(rows[0]) == {"step", "epoch", "loss", "spearman", "alignment", "uniformity"}
+    assert set(rows[0]) == {"step", "epoch", "loss", "spearman", "alignment", "uniformity", "length"}
     run = runs.read_run(folder)
     assert run["finished"] and run["settings"]["N_EMBD"] == 32 and run["versions"]["torch"] == torch.__version__
     assert run["best"] == max(rows[1:], key=lambda row: row["spearman"])

@@ -1,0 +1,204 @@
+"""The chapter's exercises and the paper's claims, measured: variants of train.py over several seeds, in this process.
+
+Writes results/ablations.csv, a row a run; results/ablations_steps.csv, a row a score on the way; and a figure a group. A run
+that has its row is not run again, unless its settings or the data have changed; one that was stopped goes on; and settings that
+several groups share run once.
+"""
+
+import contextlib
+import csv
+import hashlib
+import io
+import os
+import re
+import shutil
+import statistics
+
+import matplotlib
+
+import config
+import train
+from checkpoint import write_atomically
+from evaluate import load_sts_b, measure, stsb_name
+from model import SimCSEEncoder
+from runs import read_metrics, read_run, training_settings
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt                                     # noqa: E402
+
+HEAD_IN_BOTH = "head in both"
+# group -> variant -> the knobs in which it differs from the others
+VARIANTS = {
+    "dropout": {f"p = {p:g}": {"DROPOUT": p} for p in (0.0, 0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)}
+    | {"one mask, p = 0.1": {"DROPOUT": 0.1, "FIXED_MASK": True}},
+    "pooling": {pooler: {"POOLER": pooler} for pooler in ("cls", "mean")},
+    "head": {"head in training only": {"USE_MLP_HEAD": True}, HEAD_IN_BOTH: {"USE_MLP_HEAD": True},
+             "no head": {"USE_MLP_HEAD": False}},
+    "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs}
+             for n, epochs in ((10_000, 1), (10_000, 3), (10_000, 5), (30_000, 1), (50_000, 1), (100_000, 1))},
+    "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
+    "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
+    "start": {"random weights": {"INIT": "random"}, "pre-trained": {}},
+}
+TITLES = {"dev_best": "dev, best", "dev_last": "dev, last", "test_best": "test, at the best dev step"}
+PATHS = {"p = 0": "no dropout", "p = 0.1": "dropout 0.1", "one mask, p = 0.1": "one mask for both views"}
+
+
+@contextlib.contextmanager
+def as_variant(group, variant, seed):
+    """The knobs, and where it takes more the code, of a variant; as before when it is left."""
+    knobs, encode = {name: getattr(config, name) for name in config.DEFAULTS}, SimCSEEncoder.encode
+    checkpoints = config.checkpoints
+    name = re.sub(r"[^\w.+-]+", "_", f"{group} {variant} {seed}")
+    vars(config).update(VARIANTS[group][variant], SEED=seed, RUN_NAME=name, checkpoints=os.path.join(checkpoints, "ablations"))
+    # a run's best encoder is chosen by dev; its test score is taken at every score, as the head in both is kept nowhere
+    train.measure = lambda encoder, split: measure(encoder, split) | {"test": measure(encoder, "test")["spearman"]}
+    if variant == HEAD_IN_BOTH:
+        SimCSEEncoder.encode = lambda self, idx, attention_mask, project=False: encode(self, idx, attention_mask, project=True)
+    try:
+        config.check()
+        yield os.path.join(config.checkpoints, name)
+    finally:
+        vars(config).update(knobs, checkpoints=checkpoints)
+        train.measure, SimCSEEncoder.encode = measure, encode
+
+
+def settings_of(variant):
+    """All knobs of a run but its seed, as one string."""
+    knobs = [f"{name}={value}" for name, value in training_settings().items() if name != "SEED"]
+    return " ".join(knobs + [HEAD_IN_BOTH.replace(" ", "_")] * (variant == HEAD_IN_BOTH))
+
+
+def read_table(path):
+    """The rows of a CSV file, all strings; none where there is no file."""
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_table(path, rows):
+    """Write rows, dicts with the same keys, as a CSV file."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())
+
+
+def run(folder):
+    """Train the variant that config holds, from where it was stopped if it was, and return run.json's content and the metrics."""
+    begun = os.path.exists(os.path.join(folder, "run.json")) and read_run(folder)["settings"] == training_settings()
+    if not (begun and read_run(folder)["finished"]):
+        config.RESUME = begun and os.path.exists(os.path.join(folder, "state.safetensors"))
+        config.OVERWRITE = not config.RESUME
+        train.main()
+    return read_run(folder), read_metrics(folder)
+
+
+def summary(table, group, column):
+    """Mean and standard deviation over the seeds (0 for one seed) of a column, for each variant of a group that has rows."""
+    values = {variant: [float(row[column]) for row in table if (row["group"], row["variant"]) == (group, variant)]
+              for variant in VARIANTS[group]}
+    return {variant: (statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0, len(found))
+            for variant, found in values.items() if found}
+
+
+def draw_group(table, group, folder):
+    """Bars of a group's scores, the spread over the seeds on top, and a line where the start was."""
+    figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    for i, (column, title) in enumerate(TITLES.items()):
+        found = summary(table, group, column)
+        axis.bar([x + 0.27 * (i - 1) for x in range(len(found))], [mean for mean, _, _ in found.values()], 0.25,
+                 yerr=[spread for _, spread, _ in found.values()], capsize=3, label=title)
+    for x, (mean, _, _) in enumerate(summary(table, group, "dev_start").values()):
+        axis.hlines(mean, x - 0.42, x + 0.42, colors="black", linestyles="dashed", label="dev, before training" if x == 0 else None)
+    axis.set_xticks(range(len(found)), found.keys(), rotation=20 if len(found) > 5 else 0)
+    axis.set(title=group, ylabel=f"Spearman x 100 ({stsb_name()})")
+    axis.legend(fontsize="small", ncols=4, loc="lower center")
+    save_figure(figure, os.path.join(folder, f"ablations_{group}.png"))
+
+
+def draw_paths(steps, folder):
+    """The paper's Figure 2: how alignment and uniformity move during training, mean over the seeds."""
+    figure, axis = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
+    for color, (variant, label) in zip(("tab:blue", "tab:red", "tab:orange"), PATHS.items()):
+        rows = [row for row in steps if row["group"] == "dropout" and row["variant"] == variant]
+        points = [tuple(statistics.mean(float(row[column]) for row in rows if row["step"] == step)
+                        for column in ("uniformity", "alignment"))
+                  for step in sorted({row["step"] for row in rows}, key=int)]
+        for start, end in zip(points, points[1:]):
+            axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color})
+        if points:
+            axis.plot(*zip(*points), ".", color=color, label=label)
+    axis.set(xlabel="uniformity (lower is better)", ylabel="alignment (lower is better)",
+             title=f"on the way of training, {stsb_name()} dev")
+    axis.legend()
+    save_figure(figure, os.path.join(folder, "figure2.png"))
+
+
+def save_figure(figure, path):
+    """Write a figure as PNG, in one step, and close it."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=100)
+    plt.close(figure)
+    write_atomically(path, image.getvalue())
+
+
+def main():
+    groups = [name for name in config.ONLY.split(",") if name]
+    unknown = [name for name in groups if name not in VARIANTS]
+    if unknown or not groups:
+        raise ValueError(f"ONLY={config.ONLY} must name some of {', '.join(VARIANTS)}, with commas between")
+    try:
+        seeds = [int(seed) for seed in config.SEEDS.split(",")]
+    except ValueError:
+        raise ValueError(f"SEEDS={config.SEEDS} must be whole numbers with commas between") from None
+    folder = config.results
+    os.makedirs(folder, exist_ok=True)
+    table_path, steps_path = os.path.join(folder, "ablations.csv"), os.path.join(folder, "ablations_steps.csv")
+    data = repr((train.load_sentences(), load_sts_b("validation"), load_sts_b("test"))).encode()
+    data = hashlib.sha256(data).hexdigest()[:16]
+    plan = [(group, variant, seed) for group in groups for variant in VARIANTS[group] for seed in seeds]
+    for at, (group, variant, seed) in enumerate(plan, start=1):
+        table, steps = read_table(table_path), read_table(steps_path)
+        with as_variant(group, variant, seed) as run_folder:
+            settings, key = settings_of(variant), {"group": group, "variant": variant, "seed": str(seed)}
+            same = [row for row in table if (row["settings"], row["data"], row["seed"]) == (settings, data, str(seed))]
+            if any(row.items() >= key.items() for row in same):
+                continue
+            print(f"\n{at} of {len(plan)}: {group}, {variant}, seed {seed}")
+            # a row of the same group, variant and seed under other settings is out of date
+            table = [row for row in table if not row.items() >= key.items()]
+            steps = [row for row in steps if not row.items() >= key.items()]
+            if same:
+                of = {name: same[0][name] for name in key}
+                table.append(same[0] | key)
+                steps += [row | key for row in steps if row.items() >= of.items()]
+            else:
+                done, rows = run(run_folder)
+                start, best, last = done["start"], done["best"], done["last"]
+                table.append(key | {
+                    "dev_start": start["spearman"], "dev_best": best["spearman"], "dev_last": last["spearman"],
+                    "test_start": start["test"], "test_best": best["test"], "step_best": best["step"], "step_last": last["step"],
+                    **{f"{name}_{when}": row[name] for name in ("alignment", "uniformity", "length")
+                       for when, row in (("start", start), ("best", best), ("last", last))},
+                    "seconds": round(done["seconds"]), "settings": settings, "data": data})
+                steps += [key | row for row in rows]
+            write_table(steps_path, steps)
+            write_table(table_path, table)
+            shutil.rmtree(run_folder, ignore_errors=True)           # its figures are in the tables
+    table, steps = read_table(table_path), read_table(steps_path)
+    for group in groups:
+        draw_group(table, group, folder)
+        print(f"\n{group:24}{'seeds':>6}{'before':>14}{'best dev':>14}{'last dev':>14}{'test':>14}")
+        columns = [summary(table, group, column) for column in ("dev_start", "dev_best", "dev_last", "test_best")]
+        for variant, (_, _, count) in columns[0].items():
+            cells = "".join(f"{f'{column[variant][0]:.1f} ± {column[variant][1]:.1f}':>14}" for column in columns)
+            print(f"{variant:24}{count:6}{cells}")
+    if "dropout" in groups:
+        draw_paths(steps, folder)
+
+
+if __name__ == "__main__":
+    config.run(main, __file__)

@@ -1,0 +1,99 @@
+"""The lab: variants over seeds, a stop in the middle, and what is not run twice."""
+
+import csv
+import statistics
+
+import pytest
+
+import ablations
+import config
+import train
+from evaluate import evaluate_stsb, measure
+from model import SimCSEEncoder
+
+
+@pytest.fixture
+def lab(workshop, monkeypatch):
+    variants = {"dropout": {"p = 0": {"DROPOUT": 0.0}, "p = 0.1": {"DROPOUT": 0.1}, "one mask, p = 0.1": {"FIXED_MASK": True}},
+                "head": {"head in training only": {}, ablations.HEAD_IN_BOTH: {}}}
+    monkeypatch.setattr(ablations, "VARIANTS", variants)
+    config.ONLY, config.SEEDS, config.LEARNING_RATE = "dropout", "0,1", 1e-3
+    return workshop
+
+
+def table(folder, name="ablations.csv", *leave_out):
+    with open(folder / "results" / name, encoding="utf-8", newline="") as file:
+        return [{key: value for key, value in row.items() if key not in leave_out} for row in csv.DictReader(file)]
+
+
+def test_two_variants_resume_after_a_stop_and_end_as_if_there_had_been_none(lab, monkeypatch):
+    before = {name: getattr(config, name) for name in config.DEFAULTS}
+    step, steps = train.train_step, []
+
+    def stopping(*arguments):
+        steps.append(1)
+        if len(steps) == 17:                        # the second run of ten steps, after its first score
+            raise KeyboardInterrupt
+        return step(*arguments)
+    monkeypatch.setattr(train, "train_step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        ablations.main()
+    assert {name: getattr(config, name) for name in config.DEFAULTS} == before and train.measure is measure
+    assert [(row["variant"], row["seed"]) for row in table(lab)] == [("p = 0", "0")]
+    ablations.main()
+    assert len(steps) == 17 + 6 + 40                # from step 4 of the second run, where its last score was; four more runs
+    rows, ways = table(lab, "ablations.csv", "seconds"), table(lab, "ablations_steps.csv")
+    assert [(row["variant"], row["seed"]) for row in rows] == [(variant, seed) for variant in ablations.VARIANTS["dropout"]
+                                                               for seed in ("0", "1")]
+    ablations.main()
+    assert len(steps) == 17 + 6 + 40                # what has its row is not run again
+    for path in (lab / "results").iterdir():
+        path.unlink()
+    ablations.main()
+    assert table(lab, "ablations.csv", "seconds") == rows and table(lab, "ablations_steps.csv") == ways
+    assert {path.name for path in (lab / "results").iterdir()} == {"ablations.csv", "ablations_steps.csv", "ablations_dropout.png",
+                                                                   "figure2.png"}
+
+
+def test_a_row_is_what_train_py_gives(lab, capsys):
+    config.SEEDS = "5"
+    ablations.main()
+    row = table(lab)[1]
+    config.SEED, config.RUN_NAME = 5, "alone"
+    train.main()
+    encoder = SimCSEEncoder.from_pretrained(str(lab / "checkpoints" / "alone"))
+    assert float(row["test_best"]) == pytest.approx(evaluate_stsb(encoder, "test"), abs=1e-9)
+    now = measure(encoder)
+    for name in ("alignment", "uniformity", "length"):
+        assert float(row[f"{name}_best"]) == pytest.approx(now[name], abs=1e-9)
+    assert float(row["dev_best"]) == pytest.approx(now["spearman"], abs=1e-9) and row["dev_start"] != row["dev_best"]
+
+
+def test_shared_settings_run_once_changed_ones_again(lab, monkeypatch):
+    step, steps = train.train_step, []
+    monkeypatch.setattr(train, "train_step", lambda *arguments: steps.append(1) or step(*arguments))
+    config.SEEDS, config.ONLY = "0", "dropout,head"
+    ablations.main()
+    assert len(steps) == 4 * 10                     # "head in training only" is p = 0.1
+    rows = {row["variant"]: row for row in table(lab)}
+    assert rows["head in training only"]["dev_last"] == rows["p = 0.1"]["dev_last"] != rows["head in both"]["dev_last"]
+    config.ONLY, config.LEARNING_RATE = "head", 2e-3
+    ablations.main()
+    assert len(steps) == 6 * 10 and len(table(lab)) == 5
+    (lab / "data" / "stsb" / "test.csv").write_text("sentence1,sentence2,score\na b,a,1\nb,c d e,2\n")
+    ablations.main()
+    assert len(steps) == 8 * 10 and len(table(lab)) == 5
+
+
+def test_summary_is_mean_and_deviation(lab):
+    rows = [{"group": "dropout", "variant": "p = 0", "dev_best": str(x)} for x in (1, 2, 6)]
+    assert ablations.summary(rows, "dropout", "dev_best") == {"p = 0": (3, pytest.approx(statistics.stdev([1, 2, 6])), 3)}
+
+
+@pytest.mark.parametrize("knobs, words", [({"ONLY": "dropuot"}, "dropuot.*dropout"), ({"ONLY": ""}, "must name"),
+                                          ({"SEEDS": "1;2"}, "whole numbers"), ({"SEEDS": "-1"}, "SEED must be")])
+def test_refused(lab, knobs, words):
+    for name, value in knobs.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=words):
+        ablations.main()
