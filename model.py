@@ -161,9 +161,9 @@ class SimCSEEncoder(nn.Module):
             for layer in (module.attention.output, module.ffn_out):
                 nn.init.normal_(layer.weight, std=0.4 * layer.in_features ** -0.5)
 
-    def forward(self, idx, attention_mask, cls_only=False):
+    def forward(self, idx, attention_mask, wanted=None):
         """Hidden states of the last block. idx: (B, T) token ids; attention_mask: (B, T), 0 at [PAD], or None where there is
-        no [PAD]; cls_only: the last block computes [CLS] alone. Returns (B, T, C), or (B, 1, C)."""
+        no [PAD]; wanted: (B, R), the positions to compute the last block for, or None for all. Returns (B, R or T, C)."""
         T = idx.shape[1]
         if T > self.n_positions:
             raise ValueError(f"an input of {T} tokens is longer than the encoder's {self.n_positions} positions")
@@ -174,11 +174,12 @@ class SimCSEEncoder(nn.Module):
         x = dropout(self.embedding_norm(x), rate)
         for block in self.blocks[:-1]:
             x = block(x, x, mask, rate)
-        return self.blocks[-1](x, x[:, :1] if cls_only else x, mask, rate)
+        readers = x if wanted is None else x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[2]))      # (B, R, C)
+        return self.blocks[-1](x, readers, mask, rate)
 
     def encode(self, idx, attention_mask, project=False):
         """Sentence embeddings. idx, attention_mask: (B, T); project: through the MLP head (training only). Returns (B, C)."""
-        hidden = self(idx, attention_mask, cls_only=self.pooler == "cls")      # (B, T, C), or (B, 1, C) for "cls"
+        hidden = self(idx, attention_mask, torch.zeros_like(idx[:, :1]) if self.pooler == "cls" else None)     # (B, 1 or T, C)
         if self.pooler == "cls":
             embedding = hidden[:, 0]
         elif attention_mask is None:

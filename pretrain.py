@@ -37,7 +37,7 @@ EXAMPLES = ["the capital of france is [MASK] .", "she was born in [MASK] and stu
 # ---------------------------------------------------------------------------- the model
 
 class MaskedLanguageHead(nn.Module):
-    """From hidden states to scores for every token of the vocabulary, through the token embedding. Source: BERT's code."""
+    """From hidden states to scores for all tokens of the vocabulary, through the token embedding. Source: BERT's code."""
 
     def __init__(self, encoder):
         super().__init__()
@@ -48,7 +48,7 @@ class MaskedLanguageHead(nn.Module):
         encoder._initialise(self.dense)
 
     def forward(self, hidden, embedding):
-        """hidden: (M, C); embedding: the encoder's token embedding (V, C). Returns (M, V)."""
+        """hidden: (..., C); embedding: the encoder's token embedding (V, C). Returns (..., V)."""
         return F.linear(self.norm(F.gelu(self.dense(hidden))), embedding, self.bias)
 
     def weights(self):
@@ -90,15 +90,14 @@ def show_neighbours(encoder):
 def predict(encoder, head, masked):
     """Scores for the hidden tokens of a masked batch, and for all of its tokens from [CLS] alone.
 
-    Returns logits (M, V), the tokens that stood there (M,), and the logits of [CLS] (B, V).
+    Returns logits (B, M, V), the tokens that stood there (B, M), and the logits of [CLS] (B, V): no layer between, so that
+    words lie along directions of the embedding, where a cosine can see them.
     """
-    device = encoder.token_embedding.weight.device
+    device, words = encoder.token_embedding.weight.device, encoder.token_embedding.weight
     idx, places, targets = (torch.from_numpy(array).to(device) for array in masked)
     with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(device)):
-        hidden = encoder(idx, None)                                             # (B, T, C)
-        states = torch.cat([hidden.flatten(0, 1)[places], hidden[:, 0]])        # (M + B, C), M = MASK_RATE of B * T
-        logits = head(states, encoder.token_embedding.weight).float()           # (M + B, V)
-        return logits[:len(places)], targets, logits[len(places):]
+        hidden = encoder(idx, None, F.pad(places, (1, 0)))                      # (B, 1 + M, C), [CLS] first
+        return head(hidden[:, 1:], words).float(), targets, F.linear(hidden[:, 0], words, head.bias).float()
 
 
 def bag_of_words_loss(logits, idx):
@@ -116,9 +115,9 @@ def validate(encoder, head, masked_batches):
     loss = right = count = 0
     for masked in masked_batches:
         logits, targets, _ = predict(encoder, head, masked)
-        loss += F.cross_entropy(logits, targets, reduction="sum").item()
-        right += (logits.argmax(1) == targets).sum().item()
-        count += len(targets)
+        loss += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        right += (logits.argmax(-1) == targets).sum().item()
+        count += targets.numel()
     encoder.train()
     return loss / count, right / count
 
@@ -265,7 +264,7 @@ def train(encoder, head, optimizer, corpus, progress, run):
             epoch, position, batch = next(batches)
             idx = spans.rows_of(batch, corpus["tokens"])                            # (B, T)
             logits, targets, cls_logits = predict(encoder, head, spans.mask(idx, rng, vocab_size))
-            mlm_loss = F.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
+            mlm_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss = mlm_loss + config.CLS_WEIGHT * bag_of_words_loss(cls_logits, torch.from_numpy(idx).to(logits.device))
             if not torch.isfinite(loss):
                 raise ValueError(f"the loss is {loss.item()} at step {progress['step']}, learning rate {rate:.1e}")

@@ -141,15 +141,15 @@ def rows_of(batch, tokens):
 
 
 def mask(idx, rng, vocab_size):
-    """Hide MASK_RATE of the tokens, none of them special: 80% become [MASK], 10% a random token, 10% stay.
+    """Hide MASK_RATE of the tokens of each row, [CLS] and [SEP] apart: 80% become [MASK], 10% a random token, 10% stay.
 
-    idx: (B, T). Returns the ids with the changes (B, T), the places to predict as indices into B * T, and what stood there.
-    Source: BERT, section 3.1.
+    idx: (B, T), T >= 3. Returns the ids with the changes (B, T), the places to predict (B, M), and the tokens that stood there
+    (B, M), with M = MASK_RATE of T - 2 or 1. Source: BERT, section 3.1.
     """
-    candidates = np.flatnonzero(idx >= N_SPECIAL)
-    places = rng.permutation(candidates)[:math.ceil(config.MASK_RATE * len(candidates))]
+    B, T = idx.shape
+    places = 1 + rng.random((B, T - 2)).argsort(1)[:, :max(1, round(config.MASK_RATE * (T - 2)))]
+    targets, chance = np.take_along_axis(idx, places, 1), rng.random(places.shape)
+    others = np.where(chance < 0.9, rng.integers(N_SPECIAL, vocab_size, places.shape), targets)
     hidden = idx.copy()
-    first, second = round(0.8 * len(places)), round(0.9 * len(places))
-    hidden.flat[places[:first]] = MASK
-    hidden.flat[places[first:second]] = rng.integers(N_SPECIAL, vocab_size, second - first)
-    return hidden, places, idx.flat[places]
+    np.put_along_axis(hidden, places, np.where(chance < 0.8, MASK, others), 1)
+    return hidden, places, targets

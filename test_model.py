@@ -185,11 +185,13 @@ def test_attention_is_pytorchs():
         assert torch.allclose(attention(x, x, mask, 0.0), attention.output(y), atol=1e-6)
 
 
-def test_only_cls_is_computed_where_only_cls_is_read():
+def test_the_last_block_computes_what_is_wanted():
     encoder = tiny_encoder().eval()
-    batch = encoder.tokenize(SENTENCES)
-    assert torch.allclose(encoder(*batch, cls_only=True)[:, 0], encoder(*batch)[:, 0], atol=1e-6)
-    assert encoder(*batch, cls_only=True).shape == (5, 1, 32)
+    idx, attention_mask = encoder.tokenize(SENTENCES)
+    wanted = torch.randint(idx.shape[1], (5, 3))
+    everywhere = encoder(idx, attention_mask)
+    assert torch.allclose(encoder(idx, attention_mask, wanted), everywhere[torch.arange(5)[:, None], wanted], atol=1e-6)
+    assert torch.allclose(encoder.encode(idx, attention_mask), everywhere[:, 0], atol=1e-6)
 
 
 # ---------------------------------------------------------------------------- the encoder
