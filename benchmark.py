@@ -93,10 +93,9 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
 
 
-def contend(pipe, arguments, contender, folder):
+def contend(pipe, knobs, contender, folder):
     """A contender's process: for every list of sentences that comes through the pipe, the seconds and the peak memory go back."""
-    config.override(arguments)
-    config.EPOCHS = 1
+    vars(config).update(knobs, EPOCHS=1)
     make, bf16 = CONTENDERS[contender]
     run = make(folder, bf16)
     for sentences in iter(pipe.recv, None):
@@ -108,13 +107,14 @@ def contend(pipe, arguments, contender, folder):
 
 
 def measure(contenders, folder, sentences):
-    """Let contenders take turns on the sentences. Returns for each the sentences a second of every round, and the peak memory."""
+    """Let contenders take turns on the sentences. Returns for each the seconds of every round, and the peak memory in MB."""
     context, pipes = multiprocessing.get_context("spawn"), {}
+    knobs = {name: getattr(config, name) for name in config.DEFAULTS}
     for contender in contenders:
         pipes[contender], end = context.Pipe()
-        context.Process(target=contend, args=(end, sys.argv[1:], contender, folder), daemon=True).start()
+        context.Process(target=contend, args=(end, knobs, contender, folder), daemon=True).start()
         end.close()                                     # so that a process that dies is noticed
-    speeds, memory = {contender: [] for contender in contenders}, {}
+    times, memory = {contender: [] for contender in contenders}, {}
     for turn in tqdm(range(ROUNDS + 1), desc=contenders[0][0], unit="round"):
         for contender, pipe in pipes.items():
             pipe.send(sentences)
@@ -123,10 +123,10 @@ def measure(contenders, folder, sentences):
             except EOFError:
                 raise ValueError(f"{', '.join(contender)} has failed; what it said is above") from None
             if turn:
-                speeds[contender].append(len(sentences) / seconds)
+                times[contender].append(seconds)
     for pipe in pipes.values():
         pipe.send(None)
-    return speeds, memory
+    return times, memory
 
 
 def main():
@@ -138,20 +138,23 @@ def main():
                   and (contender[2] == "float32" or computes_in_bf16(device))]
     sentences = train.load_sentences()
     many = 20 if device.type == "cuda" else 1           # enough work for a second or more
+    if len(sentences) < max(1000, 11 * config.BATCH_SIZE) * many:
+        raise ValueError(f"{len(sentences):,} sentences are too few to measure with: {max(1000, 11 * config.BATCH_SIZE) * many:,} are needed")
     with tempfile.TemporaryDirectory() as folder:
         train.starting_encoder(sentences).save_pretrained(folder)
         versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ["torch", *PEERS] if name not in missing)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or platform.machine()}"
         print(f"{device} ({name}), {torch.get_num_threads()} threads, Python {platform.python_version()}, {versions}")
         print(f"{'':8}{'':40}{'':10}{'sentences/s':>12}{'slowest-fastest':>18}{'ours is':>10}{'peak MB':>9}")
-        for task, count in (("train", 10 * config.BATCH_SIZE * many), ("encode", 1000 * many)):
-            speeds, memory = measure([contender for contender in contenders if contender[0] == task], folder, sentences[:count])
-            fastest = {precision: statistics.median(speeds[task, "ours", precision]) for _, _, precision in speeds
-                       if (task, "ours", precision) in speeds}
-            for (_, contender, precision), values in speeds.items():
-                ratio = "" if contender == "ours" else f"{fastest[precision] / statistics.median(values):.2f} x"
-                print(f"{task:8}{contender:40}{precision:10}{statistics.median(values):12.1f}"
-                      f"{f'{min(values):.1f}-{max(values):.1f}':>18}{ratio:>10}{memory[task, contender, precision]:9.0f}")
+        # half a batch more than is trained on, as equal sentences and a last batch that is not full are left out
+        for task, count, spare in (("train", 10 * config.BATCH_SIZE * many, config.BATCH_SIZE // 2), ("encode", 1000 * many, 0)):
+            of_task = [contender for contender in contenders if contender[0] == task]
+            times, memory = measure(of_task, folder, sentences[:count + spare])
+            for _, contender, precision in of_task:
+                speeds = sorted(count / seconds for seconds in times[task, contender, precision])
+                ratio = statistics.median(times[task, contender, precision]) / statistics.median(times[task, "ours", precision])
+                print(f"{task:8}{contender:40}{precision:10}{statistics.median(speeds):12.1f}{f'{speeds[0]:.1f}-{speeds[-1]:.1f}':>18}"
+                      f"{f'{ratio:.2f} x':>10}{memory[task, contender, precision]:9.0f}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from collections import Counter
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.stats import spearmanr
 
 import config
 from checkpoint import find, first_line, load_pooler, read_json
@@ -122,10 +121,14 @@ def evaluate_stsb(encoder, split="validation", device=None):
 
 
 def spearman(predicted, scores):
-    """Spearman's rank correlation x 100; nan where either side is constant."""
+    """Spearman's rank correlation x 100 of two arrays (N,): Pearson's, of the ranks. nan where either side is constant."""
+    def ranks(values):
+        _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[which]            # equal values share the mean of their ranks
+
     if np.ptp(predicted) == 0 or np.ptp(scores) == 0:
         return math.nan
-    return float(spearmanr(predicted, scores).statistic) * 100
+    return float(np.corrcoef(ranks(predicted), ranks(scores))[0, 1]) * 100
 
 
 def bag_of_words(sentences1, sentences2, tf_idf=False):

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 import checkpoint
@@ -145,6 +146,15 @@ def test_measure_takes_alignment_from_close_pairs_and_uniformity_from_all(worksh
     ranks = [[(values < v).sum() + ((values == v).sum() + 1) / 2 for v in values]          # ties share their mean rank
              for values in ((h1 * h2).sum(1).numpy(), scores)]
     assert abs(result["spearman"] - 100 * np.corrcoef(ranks)[0, 1]) < 0.1
+
+
+def test_spearman_is_scipys():
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 10, 1000):
+        for predicted, scores in ((rng.normal(size=n), rng.normal(size=n)), (rng.integers(4, size=n) + np.arange(n) % 2, np.arange(n) // 2)):
+            if np.ptp(predicted) and np.ptp(scores):
+                expected = scipy.stats.spearmanr(predicted, scores).statistic * 100
+                assert evaluate.spearman(predicted, scores) == pytest.approx(expected, abs=1e-9)
 
 
 def test_undefined_spearman_is_said(workshop, capsys):
