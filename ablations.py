@@ -29,6 +29,7 @@ import matplotlib.pyplot as plt                                     # noqa: E402
 HEAD_IN_BOTH = "head in both"
 # group -> variant -> the knobs in which it differs from the others
 VARIANTS = {
+    "setting": {"ours": {}, "the chapter's": {"DROPOUT": 0.1, "LEARNING_RATE": 5e-5, "USE_MLP_HEAD": True}},
     "dropout": {f"p = {p:g}": {"DROPOUT": p} for p in (0.0, 0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)}
     | {"one mask, p = 0.1": {"DROPOUT": 0.1, "FIXED_MASK": True}},
     "pooling": {pooler: {"POOLER": pooler} for pooler in ("cls", "mean")},

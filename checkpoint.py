@@ -108,13 +108,19 @@ def read_json(folder, name, kind=dict):
     return content
 
 
+def local_folder(name):
+    """The absolute path of a folder, given from where one stands or from where the scripts lie; None where it is neither."""
+    places = [os.path.abspath(name), os.path.join(os.path.dirname(os.path.abspath(__file__)), name)]
+    return next((place for place in places if os.path.isdir(place)), None)
+
+
 def find(folder_or_hub_name):
     """The local folder of a checkpoint, fetched from the Hugging Face Hub, or its cache, where the name is no folder.
 
     Raises OSError in one line: no such folder, no such repository, or the Hub not answering within 10 seconds.
     """
-    if os.path.isdir(folder_or_hub_name):
-        return folder_or_hub_name
+    if local_folder(folder_or_hub_name):
+        return local_folder(folder_or_hub_name)
     from huggingface_hub import HfApi, errors, snapshot_download        # slow to import, and most runs need no Hub
     try:
         files = [entry.rfilename for entry in HfApi().model_info(folder_or_hub_name, timeout=10).siblings]

@@ -19,22 +19,22 @@ N_POSITIONS = 128        # longest input the encoder can take, in tokens
 VOCAB_SIZE = 8192        # WordPiece vocabulary learned from the corpus
 
 # Method (train.py)
-INIT = "random"          # starting encoder: a checkpoint folder, a Hub name, or random
+INIT = "checkpoints/mlm_encoder"  # starting encoder: a checkpoint folder, a Hub name, or random
 POOLER = "cls"           # sentence embedding: cls (the paper's) or mean, to train with; evaluate.py asks the checkpoint unless it is given there
-USE_MLP_HEAD = True      # train through a one-layer tanh MLP that evaluation leaves out (paper, section 3)
-DROPOUT = 0.1            # rate of every dropout in the encoder: the only augmentation (paper, table 3)
+USE_MLP_HEAD = False     # True: train through a one-layer tanh MLP that evaluation leaves out (paper, section 3; chapter)
+DROPOUT = 0.3            # rate of every dropout in the encoder: the only augmentation; paper (table 3) and chapter 0.1
 FIXED_MASK = False       # True: both views share one dropout mask, the paper's "Fixed 0.1" (table 3)
 TEMPERATURE = 0.05       # tau of equation 4; paper and chapter
 
 # Optimisation (train.py)
 BATCH_SIZE = 64          # sentences a step; each has BATCH_SIZE - 1 negatives
-EPOCHS = 3               # passes over the corpus; chapter 3, paper 1
-LEARNING_RATE = 5e-5     # AdamW's peak rate; chapter 5e-5, paper 3e-5 for BERT-base
+EPOCHS = 1               # passes over the corpus; chapter 3, paper 1
+LEARNING_RATE = 2e-4     # AdamW's peak rate; chapter 5e-5, paper 3e-5 for BERT-base
 WEIGHT_DECAY = 0.01      # AdamW, on weight matrices only; chapter
 WARMUP_RATIO = 0.1       # share of the steps that the rate climbs, before it falls linearly to 0; chapter
 GRAD_CLIP = 1.0          # largest gradient norm; chapter
 MAX_SEQ_LEN = 32         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter
-EVAL_INTERVAL = 125      # steps between two STS-B scores; the best one is kept
+EVAL_INTERVAL = 50       # steps between two STS-B scores; the best one is kept
 
 # Pre-training (pretrain.py)
 PRETRAIN_CORPUS = ""     # .txt or .txt.gz, a paragraph a line, a blank line between articles; "" = data/sentences.txt
@@ -68,7 +68,7 @@ CHECKPOINT = ""          # folder or Hub name to score; "" = the newest run, bes
 SPLIT = "validation"     # validation or test
 
 # Ablations (ablations.py)
-ONLY = "dropout,pooling,head"  # groups of variants: dropout, pooling, head, data, temperature, batch, start
+ONLY = "dropout,pooling,head"  # groups of variants: setting, dropout, pooling, head, data, temperature, batch, start
 SEEDS = "0,1,2"          # seeds to run each variant with
 
 RULES = [

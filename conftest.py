@@ -12,7 +12,7 @@ import train
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SAMPLE = os.path.join(HERE, "data", "stsb_sample")
-TINY = dict(N_LAYER=1, N_EMBD=32, N_HEAD=2, N_POSITIONS=64, VOCAB_SIZE=300, BATCH_SIZE=8, EPOCHS=1, EVAL_INTERVAL=4)
+TINY = dict(INIT="random", N_LAYER=1, N_EMBD=32, N_HEAD=2, N_POSITIONS=64, VOCAB_SIZE=300, BATCH_SIZE=8, EPOCHS=1, EVAL_INTERVAL=4)
 
 
 def sample_sentences():

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save as to_safetensors
 
 import config
-from checkpoint import first_line, read_json, write_atomically, write_json
+from checkpoint import first_line, local_folder, read_json, write_atomically, write_json
 
 matplotlib.use("Agg")       # files only: a run needs no screen
 import matplotlib.pyplot as plt                                     # noqa: E402
@@ -49,7 +49,7 @@ def open_run(folder, data):
     """
     name, settings = os.path.basename(folder), training_settings()
     data = data | {"threads": torch.get_num_threads()}          # sums come out differently when they are split differently
-    init = os.path.abspath(config.INIT) if os.path.isdir(config.INIT) else config.INIT
+    init = local_folder(config.INIT) or config.INIT
     if (os.path.realpath(init) + os.sep).startswith(os.path.realpath(folder) + os.sep):
         raise ValueError(f"INIT={config.INIT} lies in the folder of the run itself: choose another RUN_NAME")
     if os.path.exists(os.path.join(folder, "run.json")):
