@@ -4,8 +4,10 @@ Every contender is a process of its own, so that its peak memory is its own, and
 drifts drifts for all of them. pip install -e .[bench] brings the peer; without it, only ours is measured.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import multiprocessing
 import os
 import platform
@@ -57,8 +59,10 @@ def train_theirs(folder, bf16):
         disable_tqdm=True)
 
     def run(sentences):
-        SentenceTransformerTrainer(encoder, arguments, train_dataset=Dataset.from_dict({"anchor": sentences, "positive": sentences}),
-                                   loss=MultipleNegativesRankingLoss(encoder, scale=1 / config.TEMPERATURE)).train()
+        with contextlib.redirect_stdout(io.StringIO()):         # the trainer prints its own figures
+            SentenceTransformerTrainer(
+                encoder, arguments, train_dataset=Dataset.from_dict({"anchor": sentences, "positive": sentences}),
+                loss=MultipleNegativesRankingLoss(encoder, scale=1 / config.TEMPERATURE)).train()
     return run
 
 

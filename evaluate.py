@@ -74,7 +74,8 @@ def stsb_name():
 def encode_sentences(encoder, sentences, device=None, batch_size=None):
     """Embeddings of sentences in the order given, dropout off, MLP head off; the encoder's mode is put back afterwards.
 
-    device: default is where the encoder is; batch_size: default is 32 on a CPU, whose caches hold no more, else 512. Returns a float32 numpy array (N, n_embd).
+    device: default is where the encoder is; batch_size: default is 32 on a CPU, whose caches hold no more, else 512.
+    Returns a float32 numpy array (N, n_embd).
     """
     if device is not None:
         encoder.to(device)
