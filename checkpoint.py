@@ -109,9 +109,9 @@ def read_json(folder, name, kind=dict):
 
 
 def local_folder(name):
-    """The absolute path of a folder, given from where one stands or from where the scripts lie; None where it is neither."""
-    places = [os.path.abspath(name), os.path.join(os.path.dirname(os.path.abspath(__file__)), name)]
-    return next((place for place in places if os.path.isdir(place)), None)
+    """The path of a folder, given from where one stands or from where the scripts lie; None where it is neither."""
+    places = [name, os.path.join(os.path.dirname(os.path.abspath(__file__)), name)]
+    return next((place for place in places if name and os.path.isdir(place)), None)
 
 
 def find(folder_or_hub_name):

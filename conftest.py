@@ -12,7 +12,8 @@ import train
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SAMPLE = os.path.join(HERE, "data", "stsb_sample")
-TINY = dict(INIT="random", N_LAYER=1, N_EMBD=32, N_HEAD=2, N_POSITIONS=64, VOCAB_SIZE=300, BATCH_SIZE=8, EPOCHS=1, EVAL_INTERVAL=4)
+TINY = dict(INIT="random", DROPOUT=0.1, USE_MLP_HEAD=True, LEARNING_RATE=5e-5, N_LAYER=1, N_EMBD=32,
+            N_HEAD=2, N_POSITIONS=64, VOCAB_SIZE=300, BATCH_SIZE=8, EPOCHS=1, EVAL_INTERVAL=4)
 
 
 def sample_sentences():

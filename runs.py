@@ -49,7 +49,7 @@ def open_run(folder, data):
     """
     name, settings = os.path.basename(folder), training_settings()
     data = data | {"threads": torch.get_num_threads()}          # sums come out differently when they are split differently
-    init = local_folder(config.INIT) or config.INIT
+    init = os.path.abspath(local_folder(config.INIT)) if local_folder(config.INIT) else config.INIT
     if (os.path.realpath(init) + os.sep).startswith(os.path.realpath(folder) + os.sep):
         raise ValueError(f"INIT={config.INIT} lies in the folder of the run itself: choose another RUN_NAME")
     if os.path.exists(os.path.join(folder, "run.json")):

@@ -179,6 +179,23 @@ def test_sample_is_called_a_sample_on_every_line(workshop, capsys):
 
 # ---------------------------------------------------------------------------- training
 
+def test_the_shipped_encoder_is_the_default_start(workshop, monkeypatch):
+    monkeypatch.chdir(workshop)                         # found from anywhere
+    config.INIT = config.DEFAULTS["INIT"]
+    encoder = train.starting_encoder([])
+    assert encoder.shape | {"n_layer": 6, "n_embd": 256, "n_head": 8, "vocab_size": 8192} == encoder.shape
+    folder = checkpoint.find(config.INIT)
+    assert os.path.getsize(os.path.join(folder, "model.safetensors")) < 16e6
+    # what its training left in it: the word that belongs is likelier than one that does not
+    from transformers import BertForMaskedLM
+    theirs = BertForMaskedLM.from_pretrained(folder).eval()
+    idx, attention_mask = encoder.tokenize(["the river flows [MASK] the sea ."])
+    with torch.no_grad():
+        logits = theirs(input_ids=idx, attention_mask=attention_mask.long()).logits[0, 4]
+    word = encoder.tokenizer.token_to_id
+    assert idx[0, 4] == word("[MASK]") and logits[word("into")] > logits[word("said")] + 3
+
+
 def rows_of_batches(n):
     """Which rows of a corpus of n each batch holds."""
     idx = torch.arange(n)[:, None]
@@ -346,7 +363,8 @@ def test_variants_run(workshop, knobs):
     train.main()
     run = runs.read_run(runs.run_folder(config.RUN_NAME))
     assert run["finished"] and all(run["settings"][name] == value for name, value in knobs.items())
-    assert all(f"{name}={value}" in runs.run_folder(config.RUN_NAME) for name, value in knobs.items())
+    assert all((f"{name}={value}" in runs.run_folder(config.RUN_NAME)) == (value != config.DEFAULTS[name])
+               for name, value in knobs.items())
 
 
 def test_same_seed_same_bytes_and_another_seed_others(workshop):
