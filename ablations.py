@@ -8,23 +8,16 @@ several groups share run once.
 import contextlib
 import csv
 import hashlib
-import io
 import os
 import re
 import shutil
 import statistics
 
-import matplotlib
-
 import config
 import train
-from checkpoint import write_atomically
-from evaluate import load_sts_b, measure, stsb_name
+from evaluate import evaluate_stsb, load_sts_b, measure, stsb_name
 from model import SimCSEEncoder
-from runs import read_metrics, read_run, training_settings
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt                                     # noqa: E402
+from runs import plt, read_metrics, read_run, save_figure, training_settings, write_table     # plt: without a screen
 
 HEAD_IN_BOTH = "head in both"
 # group -> variant -> the knobs in which it differs from the others
@@ -53,7 +46,7 @@ def as_variant(group, variant, seed):
     name = re.sub(r"[^\w.+-]+", "_", f"{group} {variant} {seed}")
     vars(config).update(VARIANTS[group][variant], SEED=seed, RUN_NAME=name, checkpoints=os.path.join(checkpoints, "ablations"))
     # a run's best encoder is chosen by dev; its test score is taken at every score, as the head in both is kept nowhere
-    train.measure = lambda encoder, split: measure(encoder, split) | {"test": measure(encoder, "test")["spearman"]}
+    train.measure = lambda encoder, split: measure(encoder, split) | {"test": evaluate_stsb(encoder, "test")}
     if variant == HEAD_IN_BOTH:
         SimCSEEncoder.encode = lambda self, idx, attention_mask, project=False: encode(self, idx, attention_mask, project=True)
     try:
@@ -76,15 +69,6 @@ def read_table(path):
         return []
     with open(path, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def write_table(path, rows):
-    """Write rows, dicts with the same keys, as a CSV file."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
 
 
 def run(folder):
@@ -136,14 +120,6 @@ def draw_paths(steps, folder):
              title=f"on the way of training, {stsb_name()} dev")
     axis.legend()
     save_figure(figure, os.path.join(folder, "figure2.png"))
-
-
-def save_figure(figure, path):
-    """Write a figure as PNG, in one step, and close it."""
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=100)
-    plt.close(figure)
-    write_atomically(path, image.getvalue())
 
 
 def main():

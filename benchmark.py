@@ -22,6 +22,7 @@ from tqdm import tqdm
 import config
 import train
 from evaluate import computes_in_bf16, encode_sentences, pick_device
+from model import SimCSEEncoder
 
 ROUNDS = 5                      # turns that count; one more before them warms up
 PEERS = ["sentence_transformers", "accelerate", "datasets"]
@@ -30,7 +31,7 @@ PEERS = ["sentence_transformers", "accelerate", "datasets"]
 def train_ours(folder, bf16):
     """A function that trains on sentences as train.py does, from their text on."""
     train.computes_in_bf16 = lambda device: bf16
-    encoder = train.SimCSEEncoder.from_pretrained(folder, config.POOLER, config.DROPOUT).to(pick_device(config.DEVICE))
+    encoder = SimCSEEncoder.from_pretrained(folder, config.POOLER, config.DROPOUT).to(pick_device(config.DEVICE))
     optimizer = train.make_optimizer(encoder)
 
     def run(sentences):
@@ -41,7 +42,7 @@ def train_ours(folder, bf16):
 
 def encode_ours(folder, bf16):
     """A function that encodes sentences as evaluate.py does."""
-    encoder = train.SimCSEEncoder.from_pretrained(folder, config.POOLER).to(pick_device(config.DEVICE))
+    encoder = SimCSEEncoder.from_pretrained(folder, config.POOLER).to(pick_device(config.DEVICE))
     return lambda sentences: encode_sentences(encoder, sentences)
 
 

@@ -119,8 +119,9 @@ def find(folder_or_hub_name):
 
     Raises OSError in one line: no such folder, no such repository, or the Hub not answering within 10 seconds.
     """
-    if local_folder(folder_or_hub_name):
-        return local_folder(folder_or_hub_name)
+    folder = local_folder(folder_or_hub_name)
+    if folder:
+        return folder
     from huggingface_hub import HfApi, errors, snapshot_download        # slow to import, and most runs need no Hub
     try:
         files = [entry.rfilename for entry in HfApi().model_info(folder_or_hub_name, timeout=10).siblings]

@@ -49,7 +49,8 @@ def open_run(folder, data):
     """
     name, settings = os.path.basename(folder), training_settings()
     data = data | {"threads": torch.get_num_threads()}          # sums come out differently when they are split differently
-    init = os.path.abspath(local_folder(config.INIT)) if local_folder(config.INIT) else config.INIT
+    local = local_folder(config.INIT)
+    init = os.path.abspath(local) if local else config.INIT
     if (os.path.realpath(init) + os.sep).startswith(os.path.realpath(folder) + os.sep):
         raise ValueError(f"INIT={config.INIT} lies in the folder of the run itself: choose another RUN_NAME")
     if os.path.exists(os.path.join(folder, "run.json")):
@@ -123,13 +124,26 @@ def load_state(folder, encoder, optimizer, device):
     return int(tensors["step"])
 
 
-def write_metrics(folder, rows):
-    """Write rows, dicts with the same keys, to metrics.csv."""
+def write_table(path, rows):
+    """Write rows, dicts with the same keys, as a CSV file, in one step."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(os.path.join(folder, "metrics.csv"), text.getvalue().encode())
+    write_atomically(path, text.getvalue().encode())
+
+
+def write_metrics(folder, rows):
+    """Write rows, dicts with the same keys, to metrics.csv."""
+    write_table(os.path.join(folder, "metrics.csv"), rows)
+
+
+def save_figure(figure, path):
+    """Write a figure as PNG, in one step, and close it."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=100)
+    plt.close(figure)
+    write_atomically(path, image.getvalue())
 
 
 def draw_curves(folder, rows, titles):
@@ -140,10 +154,7 @@ def draw_curves(folder, rows, titles):
         axis.plot([step for step, _ in points], [value for _, value in points], marker=".")
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=100)
-    plt.close(figure)
-    write_atomically(os.path.join(folder, "curves.png"), image.getvalue())
+    save_figure(figure, os.path.join(folder, "curves.png"))
 
 
 def read_metrics(folder, last_step=None):

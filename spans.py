@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import math
 import os
 import zlib
 

@@ -128,7 +128,6 @@ def main():
     sentences = load_sentences()
     encoder = starting_encoder(sentences).to(device)
     idx, attention_mask = tokenize_corpus(encoder, sentences)
-    data = {"corpus": idx.numpy().tobytes(), "stsb": repr(load_sts_b("validation")).encode()}
     optimizer = make_optimizer(encoder)
     steps = config.EPOCHS * (len(idx) // config.BATCH_SIZE)
     few = f" (all there are, of MAX_SENTENCES={config.MAX_SENTENCES:,})" if len(sentences) < config.MAX_SENTENCES else ""
@@ -137,6 +136,7 @@ def main():
           f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {os.path.relpath(folder)}")
 
     done, rows, losses = 0, [], []
+    data = {"corpus": idx.numpy().tobytes(), "stsb": repr(load_sts_b("validation")).encode()}
     if open_run(folder, {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}):
         done = load_state(folder, encoder, optimizer, device)
         rows = read_metrics(folder, done)
