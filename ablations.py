@@ -15,11 +15,13 @@ import statistics
 
 import config
 import train
-from evaluate import evaluate_stsb, load_sts_b, measure, stsb_name
+from checkpoint import read_json, write_json
+from evaluate import evaluate_stsb, load_sts_b, stsb_name
 from model import SimCSEEncoder
 from runs import plt, read_metrics, read_run, save_figure, training_settings, write_table     # plt: without a screen
 
 HEAD_IN_BOTH = "head in both"
+SMALL = {"MAX_SENTENCES": 4_000, "EVAL_INTERVAL": 10}        # unless the shell says otherwise: the best score comes early
 # group -> variant -> the knobs in which it differs from the others
 VARIANTS = {
     "setting": {"ours": {}, "the chapter's": {"DROPOUT": 0.1, "LEARNING_RATE": 5e-5, "USE_MLP_HEAD": True}},
@@ -28,8 +30,8 @@ VARIANTS = {
     "pooling": {pooler: {"POOLER": pooler} for pooler in ("cls", "mean")},
     "head": {"head in training only": {"USE_MLP_HEAD": True}, HEAD_IN_BOTH: {"USE_MLP_HEAD": True},
              "no head": {"USE_MLP_HEAD": False}},
-    "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs}
-             for n, epochs in ((10_000, 1), (10_000, 3), (10_000, 5), (30_000, 1), (50_000, 1), (100_000, 1))},
+    "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs}        # 4k x 3 has the steps of 12k x 1
+             for n, epochs in ((4_000, 1), (4_000, 3), (4_000, 5), (12_000, 1), (20_000, 1), (100_000, 1))},
     "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
     "start": {"random weights": {"INIT": "random"}, "pre-trained": {}},
@@ -41,12 +43,16 @@ PATHS = {"p = 0": "no dropout", "p = 0.1": "dropout 0.1", "one mask, p = 0.1": "
 @contextlib.contextmanager
 def as_variant(group, variant, seed):
     """The knobs, and where it takes more the code, of a variant; as before when it is left."""
-    knobs, encode = {name: getattr(config, name) for name in config.DEFAULTS}, SimCSEEncoder.encode
-    checkpoints = config.checkpoints
+    knobs, checkpoints = {name: getattr(config, name) for name in config.DEFAULTS}, config.checkpoints
+    encode, save = SimCSEEncoder.encode, SimCSEEncoder.save_pretrained
     name = re.sub(r"[^\w.+-]+", "_", f"{group} {variant} {seed}")
     vars(config).update(VARIANTS[group][variant], SEED=seed, RUN_NAME=name, checkpoints=os.path.join(checkpoints, "ablations"))
-    # a run's best encoder is chosen by dev; its test score is taken at every score, as the head in both is kept nowhere
-    train.measure = lambda encoder, split: measure(encoder, split) | {"test": evaluate_stsb(encoder, "test")}
+
+    def save_and_test(encoder, folder):
+        # when dev is the best so far, train.py saves; test is scored then, as a head in both is not among what is saved
+        save(encoder, folder)
+        write_json(os.path.join(folder, "test.json"), {"spearman": evaluate_stsb(encoder, "test")})
+    SimCSEEncoder.save_pretrained = save_and_test
     if variant == HEAD_IN_BOTH:
         SimCSEEncoder.encode = lambda self, idx, attention_mask, project=False: encode(self, idx, attention_mask, project=True)
     try:
@@ -54,7 +60,7 @@ def as_variant(group, variant, seed):
         yield os.path.join(config.checkpoints, name)
     finally:
         vars(config).update(knobs, checkpoints=checkpoints)
-        train.measure, SimCSEEncoder.encode = measure, encode
+        SimCSEEncoder.encode, SimCSEEncoder.save_pretrained = encode, save
 
 
 def settings_of(variant):
@@ -72,13 +78,16 @@ def read_table(path):
 
 
 def run(folder):
-    """Train the variant that config holds, from where it was stopped if it was, and return run.json's content and the metrics."""
+    """Train the variant that config holds, from where it was stopped if it was.
+
+    Returns run.json's content, the metrics, and the test score of the encoder that was the best on dev.
+    """
     begun = os.path.exists(os.path.join(folder, "run.json")) and read_run(folder)["settings"] == training_settings()
     if not (begun and read_run(folder)["finished"]):
         config.RESUME = begun and os.path.exists(os.path.join(folder, "state.safetensors"))
         config.OVERWRITE = not config.RESUME
         train.main()
-    return read_run(folder), read_metrics(folder)
+    return read_run(folder), read_metrics(folder), read_json(folder, "test.json")["spearman"]
 
 
 def summary(table, group, column):
@@ -131,6 +140,7 @@ def main():
         seeds = [int(seed) for seed in config.SEEDS.split(",")]
     except ValueError:
         raise ValueError(f"SEEDS={config.SEEDS} must be whole numbers with commas between") from None
+    vars(config).update({name: value for name, value in SMALL.items() if name not in config.overridden})
     folder = config.results
     os.makedirs(folder, exist_ok=True)
     table_path, steps_path = os.path.join(folder, "ablations.csv"), os.path.join(folder, "ablations_steps.csv")
@@ -138,32 +148,29 @@ def main():
     data = hashlib.sha256(data).hexdigest()[:16]
     plan = [(group, variant, seed) for group in groups for variant in VARIANTS[group] for seed in seeds]
     for at, (group, variant, seed) in enumerate(plan, start=1):
-        table, steps = read_table(table_path), read_table(steps_path)
         with as_variant(group, variant, seed) as run_folder:
             settings, key = settings_of(variant), {"group": group, "variant": variant, "seed": str(seed)}
-            same = [row for row in table if (row["settings"], row["data"], row["seed"]) == (settings, data, str(seed))]
+            same = [row for row in read_table(table_path)
+                    if (row["settings"], row["data"], row["seed"]) == (settings, data, str(seed))]
             if any(row.items() >= key.items() for row in same):
                 continue
             print(f"\n{at} of {len(plan)}: {group}, {variant}, seed {seed}")
-            # a row of the same group, variant and seed under other settings is out of date
-            table = [row for row in table if not row.items() >= key.items()]
-            steps = [row for row in steps if not row.items() >= key.items()]
+            if not same:
+                done, rows, test = run(run_folder)
+                start, best, last = done["start"], done["best"], done["last"]
+                row = {"dev_start": start["spearman"], "dev_best": best["spearman"], "dev_last": last["spearman"],
+                       "test_best": test, "step_best": best["step"], "step_last": last["step"],
+                       **{f"{name}_{when}": row[name] for name in ("alignment", "uniformity", "length")
+                          for when, row in (("start", start), ("best", best), ("last", last))},
+                       "seconds": round(done["seconds"]), "settings": settings, "data": data}
+            # read now, not before: another process may have added to the tables. A row of this group, variant and seed that is
+            # there has other settings, and is out of date
+            table, steps = read_table(table_path), read_table(steps_path)
             if same:
                 of = {name: same[0][name] for name in key}
-                table.append(same[0] | key)
-                steps += [row | key for row in steps if row.items() >= of.items()]
-            else:
-                done, rows = run(run_folder)
-                start, best, last = done["start"], done["best"], done["last"]
-                table.append(key | {
-                    "dev_start": start["spearman"], "dev_best": best["spearman"], "dev_last": last["spearman"],
-                    "test_start": start["test"], "test_best": best["test"], "step_best": best["step"], "step_last": last["step"],
-                    **{f"{name}_{when}": row[name] for name in ("alignment", "uniformity", "length")
-                       for when, row in (("start", start), ("best", best), ("last", last))},
-                    "seconds": round(done["seconds"]), "settings": settings, "data": data})
-                steps += [key | row for row in rows]
-            write_table(steps_path, steps)
-            write_table(table_path, table)
+                row, rows = same[0], [row for row in steps if row.items() >= of.items()]
+            write_table(steps_path, [row for row in steps if not row.items() >= key.items()] + [key | row | key for row in rows])
+            write_table(table_path, [row for row in table if not row.items() >= key.items()] + [key | row | key])
             shutil.rmtree(run_folder, ignore_errors=True)           # its figures are in the tables
     table, steps = read_table(table_path), read_table(steps_path)
     for group in groups:

@@ -52,20 +52,22 @@ def tokenize_corpus(encoder, sentences):
 
 
 def batches(idx, attention_mask, device):
-    """The batches of every epoch, each epoch in an order of its own; a batch that is not full is dropped.
+    """The batches of every epoch: sentences of one length together, drawn anew each epoch, in random order.
 
+    They waste no padding, and their negatives can't be told apart by length. What does not fill a batch is left out.
     idx, attention_mask: (N, T). Yields idx (B, T') and attention_mask (B, T') on the device, with T' the longest of the batch,
     and None for the mask where nothing is padded.
     """
     lengths = attention_mask.sum(1)
     idx, attention_mask = idx.to(device), attention_mask.to(device)         # once: a step copies nothing but row numbers
     for epoch in range(config.EPOCHS):
-        order = torch.randperm(len(idx), generator=torch.Generator().manual_seed(config.SEED + epoch))
-        for rows in order.split(config.BATCH_SIZE):
-            if len(rows) == config.BATCH_SIZE:
-                shortest, longest = lengths[rows].min().item(), lengths[rows].max().item()
-                rows = rows.to(device, non_blocking=True)
-                yield idx[rows, :longest], attention_mask[rows, :longest] if shortest < longest else None
+        random = torch.Generator().manual_seed(config.SEED + epoch)
+        order = torch.randperm(len(idx), generator=random)[:len(idx) // config.BATCH_SIZE * config.BATCH_SIZE]
+        order = order[lengths[order].argsort(stable=True)].view(-1, config.BATCH_SIZE)
+        for rows in order[torch.randperm(len(order), generator=random)]:
+            shortest, longest = lengths[rows].min().item(), lengths[rows].max().item()
+            rows = rows.to(device, non_blocking=True)
+            yield idx[rows, :longest], attention_mask[rows, :longest] if shortest < longest else None
 
 
 def learning_rate(step, steps):
