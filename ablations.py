@@ -13,11 +13,13 @@ import re
 import shutil
 import statistics
 
+import torch
+
 import config
 import train
 from checkpoint import read_json, write_json
-from evaluate import evaluate_stsb, load_sts_b, stsb_name
-from model import SimCSEEncoder
+from evaluate import evaluate_stsb, load_sts_b, measure, stsb_name
+from model import SimCSEEncoder, alignment_and_uniformity, simcse_loss
 from runs import plt, read_metrics, read_run, save_figure, training_settings, write_table     # plt: without a screen
 
 HEAD_IN_BOTH = "head in both"
@@ -40,6 +42,22 @@ TITLES = {"dev_best": "dev, best", "dev_last": "dev, last", "test_best": "test, 
 PATHS = {"p = 0": "no dropout", "p = 0.1": "dropout 0.1", "one mask, p = 0.1": "one mask for both views"}
 
 
+def measure_views(encoder):
+    """Loss and alignment of the two views, as training sees them, over the first four batches' worth of the corpus.
+
+    The masks are the same at every call, and what the run will draw next is left as it was. Returns a dict of floats.
+    """
+    N, device = config.BATCH_SIZE, encoder.token_embedding.weight.device
+    idx, attention_mask = (tensor.to(device) for tensor in encoder.tokenize(train.load_sentences()[:4 * N], config.MAX_SEQ_LEN))
+    encoder.train()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        views = [train.two_views(encoder, *batch) for batch in zip(idx.split(N), attention_mask.split(N)) if len(batch[0]) == N]
+    losses = [simcse_loss(z1, z2, config.TEMPERATURE).item() for z1, z2 in views]
+    return {"views_loss": statistics.mean(losses),
+            "views_alignment": statistics.mean(alignment_and_uniformity(z1, z2)[0] for z1, z2 in views)}
+
+
 @contextlib.contextmanager
 def as_variant(group, variant, seed):
     """The knobs, and where it takes more the code, of a variant; as before when it is left."""
@@ -53,6 +71,7 @@ def as_variant(group, variant, seed):
         save(encoder, folder)
         write_json(os.path.join(folder, "test.json"), {"spearman": evaluate_stsb(encoder, "test")})
     SimCSEEncoder.save_pretrained = save_and_test
+    train.measure = lambda encoder, split: measure(encoder, split) | measure_views(encoder)
     if variant == HEAD_IN_BOTH:
         SimCSEEncoder.encode = lambda self, idx, attention_mask, project=False: encode(self, idx, attention_mask, project=True)
     try:
@@ -60,7 +79,7 @@ def as_variant(group, variant, seed):
         yield os.path.join(config.checkpoints, name)
     finally:
         vars(config).update(knobs, checkpoints=checkpoints)
-        SimCSEEncoder.encode, SimCSEEncoder.save_pretrained = encode, save
+        train.measure, SimCSEEncoder.encode, SimCSEEncoder.save_pretrained = measure, encode, save
 
 
 def settings_of(variant):
@@ -160,7 +179,7 @@ def main():
                 start, best, last = done["start"], done["best"], done["last"]
                 row = {"dev_start": start["spearman"], "dev_best": best["spearman"], "dev_last": last["spearman"],
                        "test_best": test, "step_best": best["step"], "step_last": last["step"],
-                       **{f"{name}_{when}": row[name] for name in ("alignment", "uniformity", "length")
+                       **{f"{name}_{when}": row[name] for name in ("alignment", "uniformity", "length", "views_loss", "views_alignment")
                           for when, row in (("start", start), ("best", best), ("last", last))},
                        "seconds": round(done["seconds"]), "settings": settings, "data": data}
             # read now, not before: another process may have added to the tables. A row of this group, variant and seed that is

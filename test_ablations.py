@@ -40,7 +40,7 @@ def test_two_variants_resume_after_a_stop_and_end_as_if_there_had_been_none(lab,
     with pytest.raises(KeyboardInterrupt):
         ablations.main()
     assert {name: getattr(config, name) for name in config.DEFAULTS} == before
-    assert SimCSEEncoder.save_pretrained is save
+    assert SimCSEEncoder.save_pretrained is save and train.measure is measure
     assert [(row["variant"], row["seed"]) for row in table(lab)] == [("p = 0", "0")]
     ablations.main()
     assert len(steps) == 17 + 6 + 40                # from step 4 of the second run, where its last score was; four more runs
