@@ -17,12 +17,13 @@ import torch
 
 import config
 import train
-from checkpoint import read_json, write_json
+from checkpoint import local_folder, read_json, write_json
 from evaluate import evaluate_stsb, load_sts_b, measure, stsb_name
 from model import SimCSEEncoder, alignment_and_uniformity, simcse_loss
 from runs import plt, read_metrics, read_run, save_figure, training_settings, write_table     # plt: without a screen
 
 HEAD_IN_BOTH = "head in both"
+PLAIN = "checkpoints/mlm_plain"     # not shipped: main says how it is made
 SMALL = {"MAX_SENTENCES": 4_000, "EVAL_INTERVAL": 10}        # unless the shell says otherwise: the best score comes early
 # group -> variant -> the knobs in which it differs from the others
 VARIANTS = {
@@ -36,7 +37,8 @@ VARIANTS = {
              for n, epochs in ((4_000, 1), (4_000, 3), (4_000, 5), (12_000, 1), (20_000, 1), (100_000, 1))},
     "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
-    "start": {"random weights": {"INIT": "random"}, "pre-trained": {}},
+    "start": {"random weights": {"INIT": "random"}, "random weights, p = 0": {"INIT": "random", "DROPOUT": 0.0},
+              "pre-trained, [CLS] without a task": {"INIT": PLAIN}, "pre-trained": {}},
 }
 TITLES = {"dev_best": "dev, best", "dev_last": "dev, last", "test_best": "test, at the best dev step"}
 PATHS = {"p = 0": "no dropout", "p = 0.1": "dropout 0.1", "one mask, p = 0.1": "one mask for both views"}
@@ -133,20 +135,21 @@ def draw_group(table, group, folder):
 
 
 def draw_paths(steps, folder):
-    """The paper's Figure 2: how alignment and uniformity move during training, mean over the seeds."""
-    figure, axis = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
-    for color, (variant, label) in zip(("tab:blue", "tab:red", "tab:orange"), PATHS.items()):
-        rows = [row for row in steps if row["group"] == "dropout" and row["variant"] == variant]
-        points = [tuple(statistics.mean(float(row[column]) for row in rows if row["step"] == step)
-                        for column in ("uniformity", "alignment"))
-                  for step in sorted({row["step"] for row in rows}, key=int)]
-        for start, end in zip(points, points[1:]):
-            axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color})
-        if points:
-            axis.plot(*zip(*points), ".", color=color, label=label)
-    axis.set(xlabel="uniformity (lower is better)", ylabel="alignment (lower is better)",
-             title=f"on the way of training, {stsb_name()} dev")
-    axis.legend()
+    """The paper's Figure 2, how alignment and uniformity move during training, mean over the seeds; and what the views do."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained", sharex=True)
+    for axis, column, pairs in zip(axes, ("alignment", "views_alignment"), ("pairs that people scored above 4", "the two views")):
+        for color, (variant, label) in zip(("tab:blue", "tab:red", "tab:orange"), PATHS.items()):
+            rows = [row for row in steps if row["group"] == "dropout" and row["variant"] == variant]
+            points = [tuple(statistics.mean(float(row[name]) for row in rows if row["step"] == step)
+                            for name in ("uniformity", column))
+                      for step in sorted({row["step"] for row in rows}, key=int)]
+            for start, end in zip(points, points[1:]):
+                axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color})
+            if points:
+                axis.plot(*zip(*points), ".", color=color, label=label)
+        axis.set(xlabel=f"uniformity, {stsb_name()} dev (lower is better)", ylabel="alignment (lower is better)",
+                 title=f"alignment of {pairs}")
+        axis.legend()
     save_figure(figure, os.path.join(folder, "figure2.png"))
 
 
@@ -155,6 +158,8 @@ def main():
     unknown = [name for name in groups if name not in VARIANTS]
     if unknown or not groups:
         raise ValueError(f"ONLY={config.ONLY} must name some of {', '.join(VARIANTS)}, with commas between")
+    if "start" in groups and not local_folder(PLAIN):
+        raise ValueError(f"the group start needs {PLAIN}: python pretrain.py CLS_WEIGHT=0 MAX_TOKENS=2000000 MLM_FOLDER={PLAIN}")
     try:
         seeds = [int(seed) for seed in config.SEEDS.split(",")]
     except ValueError:

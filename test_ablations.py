@@ -1,9 +1,11 @@
 """The lab: variants over seeds, a stop in the middle, and what is not run twice."""
 
 import csv
+import math
 import statistics
 
 import pytest
+import torch
 
 import ablations
 import config
@@ -85,6 +87,24 @@ def test_shared_settings_run_once_changed_ones_again(lab, monkeypatch):
     (lab / "data" / "stsb" / "test.csv").write_text("sentence1,sentence2,score\na b,a,1\nb,c d e,2\n")
     ablations.main()
     assert len(steps) == 8 * 10 and len(table(lab)) == 5
+
+
+def test_views_are_the_two_that_training_compares(lab):
+    config.SEEDS = "0"
+    ablations.main()
+    none, some, fixed = table(lab)
+    assert float(none["views_alignment_start"]) == float(none["views_alignment_last"]) == 0
+    assert float(fixed["views_alignment_last"]) < 1e-9 < 1e-4 < float(some["views_alignment_last"])
+    # without dropout, by hand: the positive's cosine is 1, the negatives are what they are
+    config.SEED, config.DROPOUT = 0, 0.0
+    encoder = train.starting_encoder(train.load_sentences()).eval()
+    losses = []
+    idx, attention_mask = encoder.tokenize(train.load_sentences()[:32], config.MAX_SEQ_LEN)
+    for rows in torch.arange(32).split(8):
+        z = torch.nn.functional.normalize(encoder.encode(idx[rows], attention_mask[rows], project=True).detach(), dim=1)
+        losses += [-math.log(math.exp(row[i] / 0.05) / sum(math.exp(x / 0.05) for x in row))
+                   for i, row in enumerate((z @ z.T).tolist())]
+    assert float(none["views_loss_start"]) == pytest.approx(statistics.mean(losses), abs=1e-4)
 
 
 def test_summary_is_mean_and_deviation(lab):
