@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save as to_safetensors
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from config import first_line
+
 # what our arguments are called in config.json
 SHAPE = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
          "n_inner": "intermediate_size", "n_positions": "max_position_embeddings", "vocab_size": "vocab_size",
@@ -144,11 +146,6 @@ def find(folder_or_hub_name):
                                         "or a private one (then log in with: hf auth login)") from None
             raise OSError(f"{folder_or_hub_name} is no folder, and the Hub can't give it: {first_line(error)}; "
                           "try again later, set HF_ENDPOINT to a mirror, or name a local folder") from None
-
-
-def first_line(error):
-    """What an error says, in one line, its type where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_shape(folder):

@@ -165,6 +165,11 @@ def knobs_of(script):
     return [name for name in DEFAULTS if re.search(rf"\bconfig\.{name}\b", text)]
 
 
+def first_line(error):
+    """What an error says, in one line of at most 300 characters; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def help_text(script):
     """A script's knobs, each with its value and its comment above."""
     comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", read(__file__), re.M))

@@ -23,6 +23,7 @@ from collections import Counter
 from tqdm import tqdm
 
 import config
+from config import first_line
 from sentences import clean, detokenize, extract
 
 SAMPLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "stsb_sample")
@@ -35,11 +36,6 @@ NOT_TEXT = {b"PK\x03\x04": "a zip or an office file", b"%PDF": "a PDF", b"\xff\x
 
 codecs.register_error("windows-1252", lambda e: (e.object[e.start:e.end].decode("cp1252", "replace"), e.end))
 hub_down = ""  # why the Hub can't be used, once that is known: nobody waits for it twice
-
-
-def one_line(error):
-    """The first line of what an error says; its class where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def summary(counts):
@@ -71,12 +67,12 @@ def hub(repo):
             if isinstance(answer[0], Exception):
                 status = getattr(getattr(answer[0], "response", None), "status_code", None)
                 if status not in (401, 403, 404):
-                    reason = f"it answers HTTP {status}" if status else one_line(answer[0])
+                    reason = f"it answers HTTP {status}" if status else first_line(answer[0])
                     hub_down = f"the Hub ({constants.ENDPOINT}) can't be used: {reason}"
                 raise OSError(hub_down or f"it isn't on the Hub, or is private (HTTP {status})")
         yield
     except Exception as error:
-        raise OSError(f"{repo}: {one_line(error)}") from error
+        raise OSError(f"{repo}: {first_line(error)}") from error
 
 
 def decode(data, counts):
@@ -144,7 +140,7 @@ def own_text(path, counts):
                 else:
                     counts["blank lines"] += 1
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged or cut off ({one_line(error)}): fetch it again") from None
+        raise ValueError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again") from None
 
 
 CORPORA = {  # in the order auto tries them; what each one is
@@ -235,7 +231,7 @@ def whole(path):
             yield file
         os.replace(path + ".part", path)
     except OSError as error:
-        raise OSError(f"{path} can't be written: {one_line(error)}") from error
+        raise OSError(f"{path} can't be written: {first_line(error)}") from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(path + ".part")
@@ -276,7 +272,7 @@ def first_that_works(names, load):
         except (OSError, ValueError) as error:
             if len(names) == 1:
                 raise
-            print(f"{name} failed: {one_line(error)}" + (f"; trying {after}" if after else ""))
+            print(f"{name} failed: {first_line(error)}" + (f"; trying {after}" if after else ""))
     raise ValueError("no source could be used (see above): go online, set HF_ENDPOINT to a mirror, or name a file of yours")
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import config
-from checkpoint import find, first_line, load_pooler, read_json
+from checkpoint import find, load_pooler, read_json
+from config import first_line
 from model import SimCSEEncoder, alignment_and_uniformity
 
 

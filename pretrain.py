@@ -186,7 +186,7 @@ def load_state(path, encoder, head, optimizer):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:          # zipfile and pickle each raise their own for a damaged file
-        raise ValueError(f"{path} can't be read: {checkpoint.first_line(error)}") from None
+        raise ValueError(f"{path} can't be read: {config.first_line(error)}") from None
     for name in RECIPE:
         if state["recipe"].get(name, getattr(config, name)) != getattr(config, name):
             raise ValueError(f"{path} was begun with {name}={state['recipe'][name]}, now it is {getattr(config, name)}")

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save as to_safetensors
 
 import config
-from checkpoint import first_line, local_folder, read_json, write_atomically, write_json
+from checkpoint import local_folder, read_json, write_atomically, write_json
+from config import first_line
 
 matplotlib.use("Agg")       # files only: a run needs no screen
 import matplotlib.pyplot as plt                                     # noqa: E402
