@@ -14,11 +14,12 @@ import shutil
 import statistics
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import config
 import train
-from checkpoint import local_folder, read_json, write_json
-from evaluate import evaluate_stsb, load_sts_b, measure, stsb_name
+from checkpoint import local_folder
+from evaluate import evaluate_stsb, load_sts_b, measure, pick_device, stsb_name
 from model import SimCSEEncoder, alignment_and_uniformity, simcse_loss
 from runs import plt, read_metrics, read_run, save_figure, training_settings, write_table     # plt: without a screen
 
@@ -68,11 +69,10 @@ def as_variant(group, variant, seed):
     name = re.sub(r"[^\w.+-]+", "_", f"{group} {variant} {seed}")
     vars(config).update(VARIANTS[group][variant], SEED=seed, RUN_NAME=name, checkpoints=os.path.join(checkpoints, "ablations"))
 
-    def save_and_test(encoder, folder):
-        # when dev is the best so far, train.py saves; test is scored then, as a head in both is not among what is saved
+    def save_with_head(encoder, folder):
         save(encoder, folder)
-        write_json(os.path.join(folder, "test.json"), {"spearman": evaluate_stsb(encoder, "test")})
-    SimCSEEncoder.save_pretrained = save_and_test
+        save_file(encoder.state_dict(), os.path.join(folder, "with_head.safetensors"))      # test wants the head in both
+    SimCSEEncoder.save_pretrained = save_with_head
     train.measure = lambda encoder, split: measure(encoder, split) | measure_views(encoder)
     if variant == HEAD_IN_BOTH:
         SimCSEEncoder.encode = lambda self, idx, attention_mask, project=False: encode(self, idx, attention_mask, project=True)
@@ -108,7 +108,9 @@ def run(folder):
         config.RESUME = begun and os.path.exists(os.path.join(folder, "state.safetensors"))
         config.OVERWRITE = not config.RESUME
         train.main()
-    return read_run(folder), read_metrics(folder), read_json(folder, "test.json")["spearman"]
+    encoder = train.starting_encoder(train.load_sentences())
+    encoder.load_state_dict(load_file(os.path.join(folder, "with_head.safetensors")))
+    return read_run(folder), read_metrics(folder), evaluate_stsb(encoder.to(pick_device(config.DEVICE)), "test")
 
 
 def summary(table, group, column):
