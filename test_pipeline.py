@@ -329,6 +329,16 @@ def test_batches_are_as_long_as_their_longest_sentence(workshop):
     assert [mask for _, mask in train.batches(equal, torch.ones_like(equal), torch.device("cpu"))] == [None]      # no [PAD], no mask
 
 
+def test_batches_hold_sentences_of_one_length_in_any_order(workshop):
+    lengths = torch.arange(10).repeat_interleave(16) + 3                # two batches of each length
+    attention_mask = torch.arange(12)[None] < lengths[torch.randperm(160), None]
+    lengths, seen = attention_mask.sum(1), []
+    for batch, mask in train.batches(torch.arange(160)[:, None].repeat(1, 12), attention_mask, torch.device("cpu")):
+        assert mask is None and set(lengths[batch[:, 0]].tolist()) == {batch.shape[1]}
+        seen.append(batch.shape[1])
+    assert sorted(seen) == [length for length in range(3, 13) for _ in range(2)] != seen != sorted(seen, reverse=True)
+
+
 def test_equal_rows_leave_the_corpus(workshop):
     encoder = train.starting_encoder(sample_sentences())
     config.MAX_SEQ_LEN = 8
