@@ -38,8 +38,8 @@ VARIANTS = {
              for n, epochs in ((4_000, 1), (4_000, 3), (4_000, 5), (12_000, 1), (20_000, 1))},
     "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
-    "start": {"random weights": {"INIT": "random"}, "random weights, p = 0": {"INIT": "random", "DROPOUT": 0.0},
-              "pre-trained, [CLS] without a task": {"INIT": PLAIN}, "pre-trained": {}},
+    "start": {"random weights": {"INIT": "random"}, "pre-trained, [CLS] without a task": {"INIT": PLAIN}, "pre-trained": {},
+              "random weights, p = 0": {"INIT": "random", "DROPOUT": 0.0}},
 }
 TITLES = {"dev_best": "dev, best", "dev_last": "dev, last", "test_best": "test, at the best dev step"}
 PATHS = {"p = 0": "no dropout", "p = 0.1": "dropout 0.1", "one mask, p = 0.1": "one mask for both views"}
