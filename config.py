@@ -22,7 +22,7 @@ VOCAB_SIZE = 8192        # WordPiece vocabulary learned from the corpus
 INIT = "checkpoints/mlm_encoder"  # starting encoder: a checkpoint folder, a Hub name, or random
 POOLER = "cls"           # sentence embedding: cls (the paper's) or mean, to train with; evaluate.py asks the checkpoint unless it is given there
 USE_MLP_HEAD = False     # True: train through a one-layer tanh MLP that evaluation leaves out (paper, section 3; chapter)
-DROPOUT = 0.3            # rate of every dropout in the encoder: the only augmentation; paper (table 3) and chapter 0.1
+DROPOUT = 0.1            # rate of every dropout in the encoder: the only augmentation; paper (table 3) and chapter
 FIXED_MASK = False       # True: both views share one dropout mask, the paper's "Fixed 0.1" (table 3)
 TEMPERATURE = 0.05       # tau of equation 4; paper and chapter
 
