@@ -122,17 +122,18 @@ def summary(table, group, column):
 
 
 def draw_group(table, group, folder):
-    """Bars of a group's scores, the spread over the seeds on top, and a line where the start was."""
+    """A group's scores as points with their spread over the seeds, and a line where the start was on dev."""
     figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for i, (column, title) in enumerate(TITLES.items()):
         found = summary(table, group, column)
-        axis.bar([x + 0.27 * (i - 1) for x in range(len(found))], [mean for mean, _, _ in found.values()], 0.25,
-                 yerr=[spread for _, spread, _ in found.values()], capsize=3, label=title)
+        axis.errorbar([x + 0.2 * (i - 1) for x in range(len(found))], [mean for mean, _, _ in found.values()],
+                      [spread for _, spread, _ in found.values()], fmt="o", capsize=3, label=title)
     for x, (mean, _, _) in enumerate(summary(table, group, "dev_start").values()):
         axis.hlines(mean, x - 0.42, x + 0.42, colors="black", linestyles="dashed", label="dev, before training" if x == 0 else None)
     axis.set_xticks(range(len(found)), found.keys(), rotation=20 if len(found) > 5 else 0)
     axis.set(title=group, ylabel=f"Spearman x 100 ({stsb_name()})")
-    axis.legend(fontsize="small", ncols=4, loc="lower center")
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize="small", ncols=2)
     save_figure(figure, os.path.join(folder, f"ablations_{group}.png"))
 
 
