@@ -444,7 +444,8 @@ def test_command_line(workshop):
 def test_ctrl_c(workshop):
     knobs = own_copy(workshop)
     process = subprocess.Popen([sys.executable, "train.py", *knobs, "EPOCHS=1000", "RUN_NAME=r"], cwd=workshop, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,      # what runs in the background ignores Ctrl-C
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     metrics = workshop / "checkpoints" / "r" / "metrics.csv"
     while not metrics.exists() or metrics.read_text().count("\n") < 4:
         assert process.poll() is None
