@@ -2,7 +2,7 @@
 
 Writes results/ablations.csv, a row a run; results/ablations_steps.csv, a row a score on the way; and a figure a group. A run
 that has its row is not run again, unless its settings or the data have changed; one that was stopped goes on; and settings that
-several groups share run once.
+several groups share run once. Processes that run at the same time must be given groups of their own.
 """
 
 import contextlib
