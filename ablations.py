@@ -7,6 +7,7 @@ several groups share run once. Processes that run at the same time must be given
 
 import contextlib
 import csv
+import functools
 import hashlib
 import os
 import re
@@ -45,13 +46,13 @@ TITLES = {"dev_best": "dev, best", "dev_last": "dev, last", "test_best": "test, 
 PATHS = {"p = 0": "no dropout", "p = 0.1": "dropout 0.1", "one mask, p = 0.1": "one mask for both views"}
 
 
-def measure_views(encoder):
-    """Loss and alignment of the two views, as training sees them, over the first four batches' worth of the corpus.
+def measure_views(encoder, sentences):
+    """Loss and alignment of the two views, as training sees them, over the first four batches' worth of sentences.
 
     The masks are the same at every call, and what the run will draw next is left as it was. Returns a dict of floats.
     """
     N, device = config.BATCH_SIZE, encoder.token_embedding.weight.device
-    idx, attention_mask = (tensor.to(device) for tensor in encoder.tokenize(train.load_sentences()[:4 * N], config.MAX_SEQ_LEN))
+    idx, attention_mask = (tensor.to(device) for tensor in encoder.tokenize(sentences[:4 * N], config.MAX_SEQ_LEN))
     encoder.train()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -71,9 +72,10 @@ def as_variant(group, variant, seed):
 
     def save_with_head(encoder, folder):
         save(encoder, folder)
-        save_file(encoder.state_dict(), os.path.join(folder, "with_head.safetensors"))      # test wants the head in both
+        save_file(encoder.mlp_head.state_dict(), os.path.join(folder, "head.safetensors"))      # test wants the head in both
     SimCSEEncoder.save_pretrained = save_with_head
-    train.measure = lambda encoder, split: measure(encoder, split) | measure_views(encoder)
+    sentences = functools.cache(train.load_sentences)           # read at the first score, and not at every one
+    train.measure = lambda encoder, split: measure(encoder, split) | measure_views(encoder, sentences())
     if variant == HEAD_IN_BOTH:
         SimCSEEncoder.encode = lambda self, idx, attention_mask, project=False: encode(self, idx, attention_mask, project=True)
     try:
@@ -108,8 +110,8 @@ def run(folder):
         config.RESUME = begun and os.path.exists(os.path.join(folder, "state.safetensors"))
         config.OVERWRITE = not config.RESUME
         train.main()
-    encoder = train.starting_encoder(train.load_sentences())
-    encoder.load_state_dict(load_file(os.path.join(folder, "with_head.safetensors")))
+    encoder = SimCSEEncoder.from_pretrained(folder)
+    encoder.mlp_head.load_state_dict(load_file(os.path.join(folder, "head.safetensors")))
     return read_run(folder), read_metrics(folder), evaluate_stsb(encoder.to(pick_device(config.DEVICE)), "test")
 
 
