@@ -45,6 +45,7 @@ LONG_RATE = 0.05         # share of the spans that may fill all N_POSITIONS; BER
 MASK_RATE = 0.25         # share of the tokens to be predicted; BERT 0.15
 MAX_TOKENS = 120_000_000  # tokens to train on; raised before the rate decays, a stopped run goes on longer
 CLS_WEIGHT = 1.0         # weight of the task of [CLS], to tell the words of its span; 0: none, [CLS] learns nothing of its own
+CLS_SIF = 1e-4           # a in a / (a + frequency), what a word counts in that task (Arora et al., 2017); inf: all count alike
 TOKENS_PER_STEP = 2048   # tokens in a batch; BERT 128,000
 MLM_LEARNING_RATE = 1e-3  # AdamW's peak rate; BERT 1e-4, which is for a wider encoder and larger batches
 WARMUP_TOKENS = 400_000  # tokens over which the rate climbs
@@ -82,6 +83,7 @@ RULES = [
     ("a whole number from 0 to 2**32 - 1", lambda v: 0 <= v < 2**32, ["SEED"]),
     ("a number above 0", lambda v: 0 < v < math.inf,
      ["TEMPERATURE", "LEARNING_RATE", "GRAD_CLIP", "MLM_LEARNING_RATE", "MASK_RATE"]),
+    ("a number above 0, or inf", lambda v: v > 0, ["CLS_SIF"]),
     ("a number of at least 0", lambda v: 0 <= v < math.inf, ["WEIGHT_DECAY", "WARMUP_TOKENS", "CLS_WEIGHT", "SAVE_MINUTES"]),
     ("a number from 0 to 1", lambda v: 0 <= v <= 1,
      ["WARMUP_RATIO", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE", "DECAY_SHARE", "DROPOUT_SHARE"]),

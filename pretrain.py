@@ -28,7 +28,7 @@ from runs import draw_curves, write_metrics
 
 # what a run keeps once it has started (MAX_TOKENS may change)
 RECIPE = ["N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE",
-          "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "CLS_WEIGHT", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
+          "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "CLS_WEIGHT", "CLS_SIF", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
           "WEIGHT_DECAY", "GRAD_CLIP", "SEED"]
 EXAMPLES = ["the capital of france is [MASK] .", "she was born in [MASK] and studied at the university of london .",
             "the river flows [MASK] the sea .", "he played [MASK] for the national team ."]
@@ -100,12 +100,22 @@ def predict(encoder, head, masked):
         return head(hidden[:, 1:], words).float(), targets, F.linear(hidden[:, 0], words, head.bias).float()
 
 
-def bag_of_words_loss(logits, idx):
-    """Mean -log p in nats of a span's tokens, wherever in it they stand, under the one distribution that its [CLS] gives.
+def frequencies(corpus, vocab_size):
+    """The share of the corpus that each token of the vocabulary is, each counted once more so that none is 0. float32 (V,)."""
+    counts = np.bincount(corpus["tokens"], minlength=vocab_size) + 1
+    return torch.from_numpy(counts / counts.sum()).float()
 
-    logits: (B, V); idx: (B, T), the tokens before masking, [CLS] first and [SEP] last. Source: Ma et al. (2024), section 3.2.
+
+def bag_of_words_loss(logits, idx, weight):
+    """Weighted mean -log p in nats of a span's tokens, wherever in it they stand, under the one distribution of its [CLS].
+
+    logits: (B, V); idx: (B, T), the tokens before masking, [CLS] first and [SEP] last; weight: (V,) above 0, what each token
+    counts. Sources: Ma et al. (2024), section 3.2; for weights a / (a + frequency), Arora et al. (2017), section 3.
     """
-    return -logits.log_softmax(1).gather(1, idx[:, 1:-1]).mean()
+    # the weights are in the first guess too, or [CLS] would spend a part of itself, the same for all spans, on saying so
+    log_p = (logits + weight.log()).log_softmax(1).gather(1, idx[:, 1:-1])                      # (B, T - 2)
+    weight = weight[idx[:, 1:-1]]
+    return -(weight * log_p).sum() / weight.sum()
 
 
 @torch.no_grad()
@@ -143,9 +153,8 @@ def build(tokenizer, corpus, device):
                             dropout=config.MLM_DROPOUT).to(device)
     head = MaskedLanguageHead(encoder).to(device)
     show_neighbours(encoder)
-    counts = np.bincount(corpus["tokens"], minlength=len(head.bias)) + 1
     with torch.no_grad():                                       # the first guess: how frequent each token is
-        head.bias.copy_(torch.from_numpy(np.log(counts / counts.sum())))
+        head.bias.copy_(frequencies(corpus, len(head.bias)).log())
     named = [(name, p) for module in (encoder, head) for name, p in module.named_parameters() if "mlp_head" not in name]
     # without decay: vectors, and positions, or those that few inputs reach would fade
     matrices = [p for name, p in named if p.dim() > 1 and "position" not in name]
@@ -238,7 +247,8 @@ def train(encoder, head, optimizer, corpus, progress, run):
     progress: counters of tokens, steps, epochs, batches of the epoch (position) and seconds, the losses since the last
     validation, and a row of metrics for each validation.
     """
-    vocab_size = encoder.shape["vocab_size"]
+    vocab_size, device = encoder.shape["vocab_size"], encoder.token_embedding.weight.device
+    weight = (1 / (1 + frequencies(corpus, vocab_size) / config.CLS_SIF)).to(device)            # a / (a + p), 1 for inf
     articles = range(len(corpus["firsts"]) - 1)
     rng = np.random.default_rng([config.SEED, 2**32])           # always the same text under the same masks
     validation, left = [], config.VALIDATION_TOKENS
@@ -265,7 +275,7 @@ def train(encoder, head, optimizer, corpus, progress, run):
             idx = spans.rows_of(batch, corpus["tokens"])                            # (B, T)
             logits, targets, cls_logits = predict(encoder, head, spans.mask(idx, rng, vocab_size))
             mlm_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            loss = mlm_loss + config.CLS_WEIGHT * bag_of_words_loss(cls_logits, torch.from_numpy(idx).to(logits.device))
+            loss = mlm_loss + config.CLS_WEIGHT * bag_of_words_loss(cls_logits, torch.from_numpy(idx).to(device), weight)
             if not torch.isfinite(loss):
                 raise ValueError(f"the loss is {loss.item()} at step {progress['step']}, learning rate {rate:.1e}")
             optimizer.zero_grad()

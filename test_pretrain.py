@@ -175,11 +175,25 @@ def test_only_masked_positions_enter_the_loss(model):
 def test_bag_of_words_loss_by_hand():
     torch.manual_seed(0)
     logits, idx = torch.randn(3, 20, dtype=torch.float64), torch.randint(20, (3, 6))
-    total = 0.0
-    for b in range(3):
-        for t in range(1, 5):                       # neither [CLS] nor [SEP]
-            total -= math.log(math.exp(logits[b, idx[b, t]]) / sum(math.exp(x) for x in logits[b]))
-    assert pretrain.bag_of_words_loss(logits, idx).item() == pytest.approx(total / 12, abs=1e-12)
+    for weight in (torch.ones(20, dtype=torch.float64), torch.rand(20, dtype=torch.float64) + 0.01):
+        total = weights = 0.0
+        for b in range(3):
+            for t in range(1, 5):                       # neither [CLS] nor [SEP]
+                at = idx[b, t]
+                p = weight[at] * math.exp(logits[b, at]) / sum(w * math.exp(x) for w, x in zip(weight, logits[b]))
+                total, weights = total - weight[at] * math.log(p), weights + weight[at]
+        assert pretrain.bag_of_words_loss(logits, idx, weight).item() == pytest.approx((total / weights).item(), abs=1e-12)
+
+
+def test_a_cls_that_says_nothing_guesses_the_weighted_frequencies(folder):
+    """With all-zero [CLS] the distribution is frequency x weight, the best single guess: its loss is the entropy of that."""
+    corpus = {"tokens": np.array([5, 5, 5, 6, 6, 7], np.uint16)}
+    p = pretrain.frequencies(corpus, 8).double()
+    assert p.tolist() == pytest.approx([1 / 14] * 5 + [4 / 14, 3 / 14, 2 / 14])
+    weight = 0.1 / (0.1 + p)
+    idx = torch.tensor([[0, *[t for t, n in enumerate((1, 1, 1, 1, 1, 4, 3, 2)) for _ in range(n)], 0]])      # drawn as p says
+    q = p * weight / (p * weight).sum()
+    assert pretrain.bag_of_words_loss(p.log()[None], idx, weight).item() == pytest.approx(-(q * q.log()).sum().item())
 
 
 @pytest.mark.parametrize("shape", [{"n_embd": 256, "n_head": 8}, {"n_embd": 128, "n_head": 4}, {"n_embd": 64, "n_head": 2}])
