@@ -33,7 +33,7 @@ LEARNING_RATE = 2e-4     # AdamW's peak rate; chapter 5e-5, paper 3e-5 for BERT-
 WEIGHT_DECAY = 0.01      # AdamW, on weight matrices only; chapter
 WARMUP_RATIO = 0.1       # share of the steps that the rate climbs, before it falls linearly to 0; chapter
 GRAD_CLIP = 1.0          # largest gradient norm; chapter
-MAX_SEQ_LEN = 32         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter
+MAX_SEQ_LEN = 16         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter 32
 EVAL_INTERVAL = 50       # steps between two STS-B scores; the best one is kept
 
 # Pre-training (pretrain.py)
@@ -69,7 +69,7 @@ CHECKPOINT = ""          # folder or Hub name to score; "" = the newest run, bes
 SPLIT = "validation"     # validation or test
 
 # Ablations (ablations.py)
-ONLY = "setting,pooling,head"  # groups of variants: setting, dropout, pooling, head, data, temperature, batch, start
+ONLY = "setting,pooling,head"  # groups of variants: setting, dropout, pooling, head, data, tokens, temperature, batch, start
 SEEDS = "0,1,2"          # seeds to run each variant with
 
 RULES = [
