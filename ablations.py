@@ -37,7 +37,7 @@ VARIANTS = {
              "no head": {"USE_MLP_HEAD": False}},
     "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs}        # 4k x 3 has the steps of 12k x 1
              for n, epochs in ((4_000, 1), (4_000, 3), (4_000, 5), (12_000, 1), (20_000, 1))},
-    "tokens": {f"{n} tokens": {"MAX_SEQ_LEN": n} for n in (8, 16, 32)},
+    "tokens": {f"{n} tokens": {"MAX_SEQ_LEN": n} for n in (8, 10, 16, 32)},
     "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
     "start": {"random weights": {"INIT": "random"}, "pre-trained, [CLS] without a task": {"INIT": PLAIN}, "pre-trained": {}},

@@ -33,7 +33,7 @@ LEARNING_RATE = 2e-4     # AdamW's peak rate; chapter 5e-5, paper 3e-5 for BERT-
 WEIGHT_DECAY = 0.01      # AdamW, on weight matrices only; chapter
 WARMUP_RATIO = 0.1       # share of the steps that the rate climbs, before it falls linearly to 0; chapter
 GRAD_CLIP = 1.0          # largest gradient norm; chapter
-MAX_SEQ_LEN = 16         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter 32
+MAX_SEQ_LEN = 10         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter 32
 EVAL_INTERVAL = 50       # steps between two STS-B scores; the best one is kept
 
 # Pre-training (pretrain.py)
