@@ -26,9 +26,9 @@ from evaluate import computes_in_bf16, measure, pick_device
 from model import SimCSEEncoder
 from runs import draw_curves, write_metrics
 
-# what a run keeps once it has started (MAX_TOKENS may change)
+# what a run keeps once it has started (MAX_TOKENS and CLS_SIF may change)
 RECIPE = ["N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE",
-          "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "CLS_WEIGHT", "CLS_SIF", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
+          "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "CLS_WEIGHT", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
           "WEIGHT_DECAY", "GRAD_CLIP", "SEED"]
 EXAMPLES = ["the capital of france is [MASK] .", "she was born in [MASK] and studied at the university of london .",
             "the river flows [MASK] the sea .", "he played [MASK] for the national team ."]
@@ -330,7 +330,7 @@ def main():
     save_encoder(config.MLM_FOLDER, encoder, head)
     keep_metrics(config.MLM_FOLDER, progress["history"])
     checkpoint.write_json(os.path.join(config.MLM_FOLDER, "pretraining.json"), {
-        "settings": {name: getattr(config, name) for name in [*RECIPE, "MAX_TOKENS"]}, **progress["history"][-1],
+        "settings": {name: getattr(config, name) for name in [*RECIPE, "CLS_SIF", "MAX_TOKENS"]}, **progress["history"][-1],
         "epochs": progress["epoch"], "corpus_sha256": str(corpus["made_of"]).split()[0]})
     print(f"the encoder is in {config.MLM_FOLDER}; what it fills in, likeliest first:")
     for sentence, tokens in zip(EXAMPLES, fill_masks(encoder, head, EXAMPLES)):
