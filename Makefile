@@ -2,7 +2,7 @@
 # make test   set up .venv with the test tools, run the tests
 
 PYTHON ?= python3
-# The default of 100,000 sentences takes half an hour on two laptop cores, this many two minutes, and the best score comes early.
+# The default of 100,000 sentences takes some twenty minutes on two laptop cores, this many one, and the best score comes early.
 SENTENCES ?= 4000
 INTERVAL ?= 10
 
