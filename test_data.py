@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import pathlib
 import random
 import re
 import socket
@@ -243,6 +244,8 @@ def test_no_permission(data, tmp_path):
     path.write_text(DOGS)
     path.chmod(0)
     if os.access(path, os.R_OK) and os.geteuid() == 0:
+        if not all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in [FOLDER, *pathlib.Path(FOLDER).parents]):
+            pytest.skip("only root can read this clone, so nobody else can be tried")
         tmp_path.chmod(0o755)
         become_nobody = "import os; os.setuid(65534)"
     elif os.access(path, os.R_OK):
