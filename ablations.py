@@ -35,8 +35,8 @@ VARIANTS = {
     "pooling": {pooler: {"POOLER": pooler} for pooler in ("cls", "mean")},
     "head": {"head in training only": {"USE_MLP_HEAD": True}, HEAD_IN_BOTH: {"USE_MLP_HEAD": True},
              "no head": {"USE_MLP_HEAD": False}},
-    "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs}        # 4k x 3 has the steps of 12k x 1
-             for n, epochs in ((4_000, 1), (4_000, 3), (4_000, 5), (12_000, 1), (20_000, 1))},
+    "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs, "EVAL_INTERVAL": 50}
+             for n, epochs in ((10_000, 1), (10_000, 3), (10_000, 5), (30_000, 1), (100_000, 1))},     # 10k x 3: the steps of 30k x 1
     "tokens": {f"{n} tokens": {"MAX_SEQ_LEN": n} for n in (8, 10, 16, 32)},
     "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
