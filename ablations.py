@@ -1,8 +1,9 @@
 """The chapter's exercises and the paper's claims, measured: variants of train.py over several seeds, in this process.
 
 Writes results/ablations.csv, a row a run; results/ablations_steps.csv, a row a score on the way; and a figure a group. A run
-that has its row is not run again, unless its settings or the data have changed; one that was stopped goes on; and settings that
-several groups share run once. Processes that run at the same time must be given groups of their own.
+that has its row is not run again, unless its settings, the data or the starting encoder have changed; then it gets another row,
+and only rows of the present ones are averaged and drawn. One that was stopped goes on, and settings that several groups share
+run once. One process at a time: two would overwrite each other's rows.
 """
 
 import contextlib
@@ -15,12 +16,13 @@ import shutil
 import statistics
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save as to_safetensors
 
 import config
 import train
-from checkpoint import local_folder
-from evaluate import evaluate_stsb, load_sts_b, measure, pick_device, stsb_name
+from checkpoint import local_folder, write_atomically
+from config import first_line
+from evaluate import evaluate_stsb, measure, pick_device, stsb_name
 from model import SimCSEEncoder, alignment_and_uniformity, simcse_loss
 from runs import plt, read_metrics, read_run, save_figure, training_settings, write_table     # plt: without a screen
 
@@ -33,8 +35,8 @@ VARIANTS = {
     "dropout": {f"p = {p:g}": {"DROPOUT": p} for p in (0.0, 0.01, 0.05, 0.1, 0.15, 0.2, 0.5)}
     | {"one mask, p = 0.1": {"DROPOUT": 0.1, "FIXED_MASK": True}},
     "pooling": {pooler: {"POOLER": pooler} for pooler in ("cls", "mean")},
-    "head": {"head in training only": {"USE_MLP_HEAD": True}, HEAD_IN_BOTH: {"USE_MLP_HEAD": True},
-             "no head": {"USE_MLP_HEAD": False}},
+    "head": {"no head": {"USE_MLP_HEAD": False}, "head in training only": {"USE_MLP_HEAD": True},
+             HEAD_IN_BOTH: {"USE_MLP_HEAD": True}},
     "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs, "EVAL_INTERVAL": 50}
              for n, epochs in ((10_000, 1), (10_000, 3), (10_000, 5), (30_000, 1), (100_000, 1))},     # 10k x 3: the steps of 30k x 1
     "tokens": {f"{n} tokens": {"MAX_SEQ_LEN": n} for n in (8, 10, 16, 32)},
@@ -42,6 +44,10 @@ VARIANTS = {
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
     "start": {"random weights": {"INIT": "random"}, "pre-trained, [CLS] without a task": {"INIT": PLAIN}, "pre-trained": {}},
 }
+METRICS = ["alignment", "uniformity", "length", "views_loss", "views_alignment"]
+TABLE = ["group", "variant", "seed", "dev_start", "dev_best", "dev_last", "test_best", "step_best", "step_last",
+         *(f"{name}_{when}" for name in METRICS for when in ("start", "best", "last")), "seconds", "setup", "settings"]
+STEPS = ["setup", "seed", "step", "epoch", "loss", "spearman", *METRICS]
 TITLES = {"dev_best": "dev, best", "dev_last": "dev, last", "test_best": "test, at the best dev step"}
 PATHS = {"p = 0": "no dropout", "p = 0.1": "dropout 0.1", "one mask, p = 0.1": "one mask for both views"}
 
@@ -72,7 +78,8 @@ def as_variant(group, variant, seed):
 
     def save_with_head(encoder, folder):
         save(encoder, folder)
-        save_file(encoder.mlp_head.state_dict(), os.path.join(folder, "head.safetensors"))      # test wants the head in both
+        head = to_safetensors({name: tensor.cpu() for name, tensor in encoder.mlp_head.state_dict().items()})
+        write_atomically(os.path.join(folder, "head.safetensors"), head)            # the test score wants it where it is in both
     SimCSEEncoder.save_pretrained = save_with_head
     sentences = functools.cache(train.load_sentences)           # read at the first score, and not at every one
     train.measure = lambda encoder, split: measure(encoder, split) | measure_views(encoder, sentences())
@@ -86,18 +93,27 @@ def as_variant(group, variant, seed):
         train.measure, SimCSEEncoder.encode, SimCSEEncoder.save_pretrained = measure, encode, save
 
 
-def settings_of(variant):
-    """All knobs of a run but its seed, as one string."""
-    knobs = [f"{name}={value}" for name, value in training_settings().items() if name != "SEED"]
-    return " ".join(knobs + [HEAD_IN_BOTH.replace(" ", "_")] * (variant == HEAD_IN_BOTH))
+def setup_of(variant):
+    """What a row is of, seed apart: all knobs, as a string, and a fingerprint of them, the data and the starting encoder."""
+    settings = [f"{name}={value}" for name, value in training_settings().items() if name != "SEED"]
+    settings = " ".join(settings + [HEAD_IN_BOTH.replace(" ", "_")] * (variant == HEAD_IN_BOTH))
+    reads = train.fingerprints(train.load_sentences(), ("validation", "test"))
+    return settings, hashlib.sha256(repr((settings, reads)).encode()).hexdigest()[:12]
 
 
-def read_table(path):
-    """The rows of a CSV file, all strings; none where there is no file."""
+def read_table(path, columns):
+    """The rows of a CSV file, all strings; none where there is no file. Raises ValueError where it is not as written here."""
     if not os.path.exists(path):
         return []
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+        if reader.fieldnames != columns or any(None in (*row, *row.values()) for row in rows):
+            raise ValueError("a column too many or too few")
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path} is not as ablations.py writes it ({first_line(error)}): move it away") from None
+    return rows
 
 
 def run(folder):
@@ -105,14 +121,19 @@ def run(folder):
 
     Returns run.json's content, the metrics, and the test score of the encoder that was the best on dev.
     """
-    begun = os.path.exists(os.path.join(folder, "run.json")) and read_run(folder)["settings"] == training_settings()
-    if not (begun and read_run(folder)["finished"]):
-        config.RESUME = begun and os.path.exists(os.path.join(folder, "state.safetensors"))
+    device, begun = pick_device(config.DEVICE), None
+    if os.path.exists(os.path.join(folder, "run.json")):
+        with contextlib.suppress(ValueError):                       # damaged: it begins again
+            begun = read_run(folder)
+    if begun and (begun["settings"], begun["data"]) != (training_settings(), train.conditions(train.load_sentences(), device)):
+        begun = None
+    if not (begun and begun["finished"]):
+        config.RESUME = begun is not None and os.path.exists(os.path.join(folder, "state.safetensors"))
         config.OVERWRITE = not config.RESUME
         train.main()
     encoder = SimCSEEncoder.from_pretrained(folder)
     encoder.mlp_head.load_state_dict(load_file(os.path.join(folder, "head.safetensors")))
-    return read_run(folder), read_metrics(folder), evaluate_stsb(encoder.to(pick_device(config.DEVICE)), "test")
+    return read_run(folder), read_metrics(folder), evaluate_stsb(encoder.to(device), "test")
 
 
 def summary(table, group, column):
@@ -135,25 +156,28 @@ def draw_group(table, group, folder):
     axis.set_xticks(range(len(found)), found.keys(), rotation=20 if len(found) > 5 else 0)
     axis.set(title=group, ylabel=f"Spearman x 100 ({stsb_name()})")
     axis.grid(axis="y", alpha=0.3)
-    axis.legend(fontsize="small", ncols=2)
+    figure.legend(fontsize="small", ncols=4, loc="outside lower center")
     save_figure(figure, os.path.join(folder, f"ablations_{group}.png"))
 
 
-def draw_paths(steps, folder):
+def draw_paths(table, steps, folder):
     """The paper's Figure 2, how alignment and uniformity move during training, mean over the seeds; and what the views do."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained", sharex=True)
     for axis, column, pairs in zip(axes, ("alignment", "views_alignment"), ("pairs that people scored above 4", "the two views")):
-        for color, (variant, label) in zip(("tab:blue", "tab:red", "tab:orange"), PATHS.items()):
-            rows = [row for row in steps if row["group"] == "dropout" and row["variant"] == variant]
+        for color, size, (variant, label) in zip(("tab:blue", "tab:red", "tab:orange"), (9, 7, 4), PATHS.items()):
+            runs = [(row["setup"], row["seed"]) for row in table if (row["group"], row["variant"]) == ("dropout", variant)]
+            rows = [row for row in steps if (row["setup"], row["seed"]) in runs]
             points = [tuple(statistics.mean(float(row[name]) for row in rows if row["step"] == step)
                             for name in ("uniformity", column))
                       for step in sorted({row["step"] for row in rows}, key=int)]
             for start, end in zip(points, points[1:]):
                 axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color})
             if points:
-                axis.plot(*zip(*points), ".", color=color, label=label)
+                axis.plot(*zip(*points[1:]), "o", markersize=size, color=color, label=label)
+                axis.plot(*points[0], "k*", markersize=11)
         axis.set(xlabel=f"uniformity, {stsb_name()} dev (lower is better)", ylabel="alignment (lower is better)",
-                 title=f"alignment of {pairs}")
+                 title=f"alignment of {pairs}; the star is the start")
+        axis.xaxis.set_major_locator(plt.MaxNLocator(6))
         axis.legend()
     save_figure(figure, os.path.join(folder, "figure2.png"))
 
@@ -169,48 +193,49 @@ def main():
         seeds = [int(seed) for seed in config.SEEDS.split(",")]
     except ValueError:
         raise ValueError(f"SEEDS={config.SEEDS} must be whole numbers with commas between") from None
+    idle = config.overridden & {"SEED", "RUN_NAME", "RESUME", "OVERWRITE"}
+    if idle:
+        raise ValueError(f"ablations.py sets {' and '.join(sorted(idle))} by itself: SEEDS= takes seeds, and a stopped run goes on")
     vars(config).update({name: value for name, value in SMALL.items() if name not in config.overridden})
     folder = config.results
     os.makedirs(folder, exist_ok=True)
     table_path, steps_path = os.path.join(folder, "ablations.csv"), os.path.join(folder, "ablations_steps.csv")
-    data = repr((train.load_sentences(), load_sts_b("validation"), load_sts_b("test"))).encode()
-    data = hashlib.sha256(data).hexdigest()[:16]
-    plan = [(group, variant, seed) for group in groups for variant in VARIANTS[group] for seed in seeds]
+    table, steps, current = read_table(table_path, TABLE), read_table(steps_path, STEPS), set()
+    plan = [(group, variant, str(seed)) for group in groups for variant in VARIANTS[group] for seed in seeds]
     for at, (group, variant, seed) in enumerate(plan, start=1):
-        with as_variant(group, variant, seed) as run_folder:
-            settings, key = settings_of(variant), {"group": group, "variant": variant, "seed": str(seed)}
-            same = [row for row in read_table(table_path)
-                    if (row["settings"], row["data"], row["seed"]) == (settings, data, str(seed))]
-            if any(row.items() >= key.items() for row in same):
+        with as_variant(group, variant, int(seed)) as run_folder:
+            settings, setup = setup_of(variant)
+            current.add((group, variant, setup))
+            same = [row for row in table if (row["setup"], row["seed"]) == (setup, seed)]
+            if any((row["group"], row["variant"]) == (group, variant) for row in same):
                 continue
             print(f"\n{at} of {len(plan)}: {group}, {variant}, seed {seed}")
-            if not same:
+            if same:
+                row = same[0] | {"group": group, "variant": variant}
+            else:
                 done, rows, test = run(run_folder)
                 start, best, last = done["start"], done["best"], done["last"]
-                row = {"dev_start": start["spearman"], "dev_best": best["spearman"], "dev_last": last["spearman"],
-                       "test_best": test, "step_best": best["step"], "step_last": last["step"],
-                       **{f"{name}_{when}": row[name] for name in ("alignment", "uniformity", "length", "views_loss", "views_alignment")
-                          for when, row in (("start", start), ("best", best), ("last", last))},
-                       "seconds": round(done["seconds"]), "settings": settings, "data": data}
-            # read now, not before: another process may have added to the tables. A row of this group, variant and seed that is
-            # there has other settings, and is out of date
-            table, steps = read_table(table_path), read_table(steps_path)
-            if same:
-                of = {name: same[0][name] for name in key}
-                row, rows = same[0], [row for row in steps if row.items() >= of.items()]
-            write_table(steps_path, [row for row in steps if not row.items() >= key.items()] + [key | row | key for row in rows])
-            write_table(table_path, [row for row in table if not row.items() >= key.items()] + [key | row | key])
+                row = {"group": group, "variant": variant, "seed": seed, "dev_start": start["spearman"],
+                       "dev_best": best["spearman"], "dev_last": last["spearman"], "test_best": test,
+                       "step_best": best["step"], "step_last": last["step"],
+                       **{f"{name}_{when}": of[name] for name in METRICS
+                          for when, of in (("start", start), ("best", best), ("last", last))},
+                       "seconds": round(done["seconds"]), "setup": setup, "settings": settings}
+                steps = [row for row in steps if (row["setup"], row["seed"]) != (setup, seed)]
+                write_table(steps_path, steps + [{"setup": setup, "seed": seed} | row for row in rows])
+            write_table(table_path, [*table, row])
+            table, steps = read_table(table_path, TABLE), read_table(steps_path, STEPS)
             shutil.rmtree(run_folder, ignore_errors=True)           # its figures are in the tables
-    table, steps = read_table(table_path), read_table(steps_path)
+    table = [row for row in table if (row["group"], row["variant"], row["setup"]) in current]
     for group in groups:
         draw_group(table, group, folder)
-        print(f"\n{group:24}{'seeds':>6}{'before':>14}{'best dev':>14}{'last dev':>14}{'test':>14}")
+        print(f"\n{f'{group}, {stsb_name()}':34}{'seeds':>6}{'before':>14}{'best dev':>14}{'last dev':>14}{'test':>14}")
         columns = [summary(table, group, column) for column in ("dev_start", "dev_best", "dev_last", "test_best")]
         for variant, (_, _, count) in columns[0].items():
             cells = "".join(f"{f'{column[variant][0]:.1f} ± {column[variant][1]:.1f}':>14}" for column in columns)
-            print(f"{variant:24}{count:6}{cells}")
+            print(f"{variant:34}{count:6}{cells}")
     if "dropout" in groups:
-        draw_paths(steps, folder)
+        draw_paths(table, steps, folder)
 
 
 if __name__ == "__main__":

@@ -29,21 +29,24 @@ PEERS = ["sentence_transformers", "accelerate", "datasets"]
 
 
 def train_ours(folder, bf16):
-    """A function that trains on sentences as train.py does, from their text on."""
+    """A function that trains on sentences as train.py does, from their text on, and returns how many it trained on."""
     train.computes_in_bf16 = lambda device: bf16
     encoder = SimCSEEncoder.from_pretrained(folder, config.POOLER, config.DROPOUT).to(pick_device(config.DEVICE))
     optimizer = train.make_optimizer(encoder)
 
     def run(sentences):
-        for batch in train.batches(*train.tokenize_corpus(encoder, sentences), pick_device(config.DEVICE)):
-            train.train_step(encoder, optimizer, *batch, config.LEARNING_RATE)
+        count = 0
+        for idx, attention_mask in train.batches(*train.tokenize_corpus(encoder, sentences), pick_device(config.DEVICE)):
+            train.train_step(encoder, optimizer, idx, attention_mask, config.LEARNING_RATE)
+            count += len(idx)
+        return count
     return run
 
 
 def encode_ours(folder, bf16):
     """A function that encodes sentences as evaluate.py does."""
     encoder = SimCSEEncoder.from_pretrained(folder, config.POOLER).to(pick_device(config.DEVICE))
-    return lambda sentences: encode_sentences(encoder, sentences)
+    return lambda sentences: len(encode_sentences(encoder, sentences))
 
 
 def train_theirs(folder, bf16):
@@ -64,6 +67,7 @@ def train_theirs(folder, bf16):
             SentenceTransformerTrainer(
                 encoder, arguments, train_dataset=Dataset.from_dict({"anchor": sentences, "positive": sentences}),
                 loss=MultipleNegativesRankingLoss(encoder, scale=1 / config.TEMPERATURE)).train()
+        return len(sentences) // config.BATCH_SIZE * config.BATCH_SIZE
     return run
 
 
@@ -72,7 +76,7 @@ def encode_theirs(batch_size):
     def make(folder, bf16):
         from sentence_transformers import SentenceTransformer
         encoder = SentenceTransformer(folder, device=str(pick_device(config.DEVICE)))
-        return lambda sentences: encoder.encode(sentences, batch_size=batch_size, show_progress_bar=False)
+        return lambda sentences: len(encoder.encode(sentences, batch_size=batch_size, show_progress_bar=False))
     return make
 
 
@@ -99,39 +103,39 @@ def peak_memory():
 
 
 def contend(pipe, knobs, contender, folder):
-    """A contender's process: for every list of sentences that comes through the pipe, the seconds and the peak memory go back."""
+    """A contender's process: for every list of sentences that comes through the pipe, sentences a second and peak memory go back."""
     vars(config).update(knobs, EPOCHS=1)
     make, bf16 = CONTENDERS[contender]
     run = make(folder, bf16)
     for sentences in iter(pipe.recv, None):
         started = time.perf_counter()
-        run(sentences)
+        count = run(sentences)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        pipe.send((time.perf_counter() - started, peak_memory()))
+        pipe.send((count / (time.perf_counter() - started), peak_memory()))
 
 
 def measure(contenders, folder, sentences):
-    """Let contenders take turns on the sentences. Returns for each the seconds of every round, and the peak memory in MB."""
+    """Let contenders take turns on the sentences. Returns for each the sentences a second of every round, and the peak memory in MB."""
     context, pipes = multiprocessing.get_context("spawn"), {}
     knobs = {name: getattr(config, name) for name in config.DEFAULTS}
     for contender in contenders:
         pipes[contender], end = context.Pipe()
         context.Process(target=contend, args=(end, knobs, contender, folder), daemon=True).start()
         end.close()                                     # so that a process that dies is noticed
-    times, memory = {contender: [] for contender in contenders}, {}
+    speeds, memory = {contender: [] for contender in contenders}, {}
     for turn in tqdm(range(ROUNDS + 1), desc=contenders[0][0], unit="round"):
         for contender, pipe in pipes.items():
             pipe.send(sentences)
             try:
-                seconds, memory[contender] = pipe.recv()
+                speed, memory[contender] = pipe.recv()
             except EOFError:
                 raise ValueError(f"{', '.join(contender)} has failed; what it said is above") from None
             if turn:
-                times[contender].append(seconds)
+                speeds[contender].append(speed)
     for pipe in pipes.values():
         pipe.send(None)
-    return times, memory
+    return speeds, memory
 
 
 def main():
@@ -154,11 +158,11 @@ def main():
         # half a batch more than is trained on, as equal sentences and a last batch that is not full are left out
         for task, count, spare in (("train", 10 * config.BATCH_SIZE * many, config.BATCH_SIZE // 2), ("encode", 1000 * many, 0)):
             of_task = [contender for contender in contenders if contender[0] == task]
-            times, memory = measure(of_task, folder, sentences[:count + spare])
+            speeds, memory = measure(of_task, folder, sentences[:count + spare])
             for _, contender, precision in of_task:
-                speeds = sorted(count / seconds for seconds in times[task, contender, precision])
-                ratio = statistics.median(times[task, contender, precision]) / statistics.median(times[task, "ours", precision])
-                print(f"{task:8}{contender:40}{precision:10}{statistics.median(speeds):12.1f}{f'{speeds[0]:.1f}-{speeds[-1]:.1f}':>18}"
+                own = sorted(speeds[task, contender, precision])
+                ratio = statistics.median(speeds[task, "ours", precision]) / statistics.median(own)
+                print(f"{task:8}{contender:40}{precision:10}{statistics.median(own):12.1f}{f'{own[0]:.1f}-{own[-1]:.1f}':>18}"
                       f"{f'{ratio:.2f} x':>10}{memory[task, contender, precision]:9.0f}")
 
 

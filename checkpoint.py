@@ -280,13 +280,16 @@ def load_tokenizer(folder, vocab_size=None):
         options = {}
         if os.path.exists(os.path.join(folder, "tokenizer_config.json")):
             options = read_json(folder, "tokenizer_config.json")
-        with open(path, encoding="utf-8") as file:
-            tokenizer = wordpiece_tokenizer(
-                {token.rstrip("\n"): i for i, token in enumerate(file)}, options.get("do_lower_case", True),
-                options.get("strip_accents"), options.get("tokenize_chinese_chars", True))
+        try:
+            with open(path, encoding="utf-8") as file:
+                vocab = {token.rstrip("\n"): i for i, token in enumerate(file)}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}") from None
+        tokenizer = wordpiece_tokenizer(vocab, options.get("do_lower_case", True), options.get("strip_accents"),
+                                        options.get("tokenize_chinese_chars", True))
     if tokenizer.encode("").tokens != ["[CLS]", "[SEP]"]:
         raise ValueError(f"{path} does not put a sentence between [CLS] and [SEP]: it is no tokenizer of BERT's")
-    if vocab_size and not 0 <= vocab_size - tokenizer.get_vocab_size() < 128:
-        raise ValueError(f"{path} has {tokenizer.get_vocab_size()} tokens, the weights have {vocab_size}: "
-                         "they do not belong together")
+    tokens = 1 + max(tokenizer.get_vocab().values())
+    if vocab_size and not 0 <= vocab_size - tokens < 128:
+        raise ValueError(f"{path} has {tokens} tokens, the weights have {vocab_size}: they do not belong together")
     return tokenizer

@@ -43,7 +43,7 @@ BLOCK_SIZE = 64          # tokens that a span of sentences may fill, [CLS] and [
 SENTENCE_RATE = 0.5      # share of the spans that are one sentence, as SimCSE will see them; BERT shortens 0.1
 LONG_RATE = 0.05         # share of the spans that may fill all N_POSITIONS; BERT 0.1
 MASK_RATE = 0.25         # share of the tokens to be predicted; BERT 0.15
-MAX_TOKENS = 120_000_000  # tokens to train on; raised before the rate decays, a stopped run goes on longer
+MAX_TOKENS = 120_000_000  # tokens to train on; may be raised when a stopped run is resumed, before the decay begins
 CLS_WEIGHT = 1.0         # weight of the task of [CLS], to tell the words of its span; 0: none, [CLS] learns nothing of its own
 CLS_SIF = 1e-4           # a in a / (a + frequency), what a word counts in that task (Arora et al., 2017); inf: all count alike
 TOKENS_PER_STEP = 2048   # tokens in a batch; BERT 128,000
@@ -197,6 +197,12 @@ def run(main, script):
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate", str(error)):
+            raise
+        print(f"error: not enough memory ({first_line(error)}): a smaller batch or encoder needs less", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped" + ("; RESUME=True goes on from what was saved" if "RESUME" in knobs_of(script) else ""), file=sys.stderr)
+        print("stopped" + ("; RESUME=True goes on from what was saved, if anything was" if "RESUME" in knobs_of(script) else ""),
+              file=sys.stderr)
         sys.exit(130)

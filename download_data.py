@@ -183,6 +183,9 @@ def read_sts(path):
     """
     counts = Counter()
     with open(path, "rb") as file:
+        for magic, what in NOT_TEXT.items():
+            if file.peek(4).startswith(magic):
+                raise ValueError(f"{path} is {what}: save it as UTF-8 CSV")
         text = "".join(decode(line, counts) for line in file).lstrip("\ufeff").replace("\0", "")
     lines = text.splitlines() or [""]
     tabs = "\t" in lines[0]
@@ -249,11 +252,11 @@ def sha256(*paths):
 
 
 def recorded():
-    """What data/sources.json says; {} where it says nothing."""
+    """What data/sources.json says of each part of the data; {} where it says nothing."""
     try:
         with open(os.path.join(config.data, "sources.json"), encoding="utf-8") as file:
-            return dict(json.load(file))
-    except (FileNotFoundError, TypeError, ValueError):
+            return {part: dict(entry) for part, entry in json.load(file).items()}
+    except (FileNotFoundError, AttributeError, TypeError, ValueError):
         return {}
 
 

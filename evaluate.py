@@ -66,6 +66,8 @@ def sources():
 def stsb_name():
     """What data/stsb holds, for every line that prints a score: STS-B, a sample that is no benchmark, or a folder's name."""
     stsb = sources().get("stsb", {})
+    if not isinstance(stsb, dict) or not isinstance(stsb.get("source", ""), str):
+        raise ValueError(f"{os.path.join(config.data, 'sources.json')} is not as download_data.py writes it: run that again")
     if stsb.get("sample"):
         return "sample, no benchmark"
     return "STS-B" if stsb.get("source") == "hub" else os.path.basename(stsb.get("source", "data/stsb").rstrip("/\\"))
@@ -123,12 +125,12 @@ def evaluate_stsb(encoder, split="validation", device=None):
 
 
 def spearman(predicted, scores):
-    """Spearman's rank correlation x 100 of two arrays (N,): Pearson's, of the ranks. nan where either side is constant."""
+    """Spearman's rank correlation x 100 of two arrays (N,): Pearson's, of the ranks. nan where a side is constant or not finite."""
     def ranks(values):
         _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
         return (np.cumsum(counts) - (counts - 1) / 2)[which]            # equal values share the mean of their ranks
 
-    if np.ptp(predicted) == 0 or np.ptp(scores) == 0:
+    if not np.isfinite(predicted).all() or np.ptp(predicted) == 0 or np.ptp(scores) == 0:
         return math.nan
     return float(np.corrcoef(ranks(predicted), ranks(scores))[0, 1]) * 100
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import checkpoint
 import config
 import spans
-from evaluate import computes_in_bf16, measure, pick_device
+from evaluate import computes_in_bf16, measure, pick_device, stsb_name
 from model import SimCSEEncoder
 from runs import draw_curves, write_metrics
 
@@ -71,6 +71,8 @@ def show_neighbours(encoder):
     """
     n_embd, n_head = encoder.token_embedding.embedding_dim, encoder.shape["n_head"]
     width, hands, amplitude, logit = n_embd // n_head, n_embd // n_head // 2, 0.1, 4.0
+    if hands == 0:                                                                          # heads too narrow for a clock
+        return
     speed = math.pi * (torch.arange(hands) + 0.5) / hands                                   # (hands,) angle a position
     angle = torch.arange(encoder.n_positions)[:, None] * speed                              # (positions, hands)
     encoder.segment_embedding.weight.zero_()
@@ -133,12 +135,12 @@ def validate(encoder, head, masked_batches):
 
 
 def stsb(encoder):
-    """STS-B dev (Spearman x 100) of the encoder as it is, under both poolings; None where it was not fetched."""
+    """STS-B dev, or its sample (Spearman x 100), of the encoder as it is, under both poolings; None where it was not fetched."""
     scores, own = {}, encoder.pooler
     for encoder.pooler in ("cls", "mean"):
         try:
             scores[f"stsb_{encoder.pooler}"] = measure(encoder, "validation")["spearman"]
-        except (OSError, ValueError):
+        except FileNotFoundError:
             scores[f"stsb_{encoder.pooler}"] = None
     encoder.pooler = own
     return scores
@@ -217,7 +219,8 @@ def keep_metrics(folder, history):
     if history:
         write_metrics(folder, history)
         draw_curves(folder, history, {"train_loss": "loss (nats)", "loss": "loss on held-out articles (nats)",
-                                      "accuracy": "accuracy on held-out articles", "stsb_mean": "STS-B dev, mean pooling"})
+                                      "accuracy": "accuracy on held-out articles", "stsb_cls": f"{stsb_name()}, [CLS]",
+                                      "stsb_mean": f"{stsb_name()}, mean pooling"})
 
 
 @torch.no_grad()
@@ -314,14 +317,18 @@ def main():
         raise ValueError(f"{run} holds a run already: go on with RESUME=True, or replace it with OVERWRITE=True")
     if config.RESUME and not os.path.exists(state):
         raise ValueError(f"there is no run in {run} to resume")
-    if os.path.exists(state) and not config.RESUME:
-        os.remove(state)
+    if os.path.exists(os.path.join(config.MLM_FOLDER, "config.json")) and not (config.RESUME or config.OVERWRITE):
+        raise ValueError(f"{config.MLM_FOLDER} holds an encoder: name another folder with MLM_FOLDER=, or replace it with OVERWRITE=True")
     os.makedirs(run, exist_ok=True)
     tokenizer, corpus = spans.prepare(run, keep=config.RESUME)
     encoder, head, optimizer = build(tokenizer, corpus, device)
+    if os.path.exists(state) and not config.RESUME:
+        os.remove(state)
     progress = {"tokens": 0, "step": 0, "epoch": 0, "position": 0, "seconds": 0.0, "losses": [], "history": []}
     if config.RESUME:
         progress = load_state(state, encoder, head, optimizer)
+        if config.MAX_TOKENS < progress["tokens"] and (not progress["history"] or progress["history"][-1]["tokens"] < progress["tokens"]):
+            raise ValueError(f"{run} has read {progress['tokens']:,} tokens already, which is more than MAX_TOKENS={config.MAX_TOKENS:,}")
     print(f"{len(corpus['tokens']):,} tokens of text, {sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
           f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {config.MLM_FOLDER}")
     if not train(encoder, head, optimizer, corpus, progress, run):

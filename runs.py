@@ -45,11 +45,10 @@ def read_run(folder):
 def open_run(folder, data):
     """Make the folder of a new run, or see whether a stopped one can go on. Returns whether it has a state to go on from.
 
-    data: fingerprints of what the run reads and is scored on, written to run.json with the settings and the versions.
+    data: what its outcome depends on beside the settings, written to run.json with them and the versions.
     Raises ValueError where the folder is taken and neither RESUME nor OVERWRITE says what to do with it.
     """
     name, settings = os.path.basename(folder), training_settings()
-    data = data | {"threads": torch.get_num_threads()}          # sums come out differently when they are split differently
     local = local_folder(config.INIT)
     init = os.path.abspath(local) if local else config.INIT
     if (os.path.realpath(init) + os.sep).startswith(os.path.realpath(folder) + os.sep):
@@ -65,14 +64,15 @@ def open_run(folder, data):
                     raise ValueError(f"{name} was begun with {knob}={was.get(knob)!r}, now it is {now[knob]!r}")
             if os.path.exists(os.path.join(folder, "state.safetensors")):
                 return True
-            if os.path.exists(os.path.join(folder, "metrics.csv")):
+            if os.path.exists(os.path.join(folder, "model.safetensors")):
                 raise ValueError(f"{name} has lost its state.safetensors: begin again with OVERWRITE=True")
         elif not config.OVERWRITE:
             raise ValueError(f"{name} is there already, " + ("finished: " if run["finished"] else
                              "unfinished: go on with RESUME=True, ") + "name another with RUN_NAME=, or replace it with OVERWRITE=True")
-        shutil.rmtree(folder + ".old", ignore_errors=True)
-        os.rename(folder, folder + ".old")      # in one step, then at leisure
-        shutil.rmtree(folder + ".old")
+        old = os.path.join(os.path.dirname(folder), f".{name}.old")         # a name that no run can have
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)                  # in one step, then at leisure
+        shutil.rmtree(old)
     elif os.path.isdir(folder) and any(not entry.endswith(".tmp") for entry in os.listdir(folder)):
         raise ValueError(f"{folder} is there and is no run of train.py: choose another RUN_NAME")
     elif config.RESUME:

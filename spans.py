@@ -56,7 +56,12 @@ def prepare(folder, keep=False):
     """
     path = config.PRETRAIN_CORPUS or os.path.join(config.data, "sentences.txt")
     cache = os.path.join(folder, "tokens.npz")
-    cached = dict(np.load(cache)) if os.path.exists(cache) else None
+    try:
+        cached = dict(np.load(cache)) if os.path.exists(cache) else None
+    except Exception as error:      # zipfile and numpy each raise their own for a damaged file
+        if keep:
+            raise ValueError(f"{cache} can't be read ({config.first_line(error)}): begin again with OVERWRITE=True") from None
+        cached = None               # it is made anew
     if cached and keep:
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
     if not os.path.isfile(path):

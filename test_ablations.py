@@ -73,7 +73,7 @@ def test_a_row_is_what_train_py_gives(lab, capsys):
     assert float(row["dev_best"]) == pytest.approx(now["spearman"], abs=1e-9) and row["dev_start"] != row["dev_best"]
 
 
-def test_shared_settings_run_once_changed_ones_again(lab, monkeypatch):
+def test_shared_settings_run_once_changed_ones_again(lab, monkeypatch, capsys):
     step, steps = train.train_step, []
     monkeypatch.setattr(train, "train_step", lambda *arguments: steps.append(1) or step(*arguments))
     config.SEEDS, config.ONLY = "0", "dropout,head"
@@ -82,11 +82,68 @@ def test_shared_settings_run_once_changed_ones_again(lab, monkeypatch):
     rows = {row["variant"]: row for row in table(lab)}
     assert rows["head in training only"]["dev_last"] == rows["p = 0.1"]["dev_last"] != rows["head in both"]["dev_last"]
     config.ONLY, config.LEARNING_RATE = "head", 2e-3
+    capsys.readouterr()
     ablations.main()
-    assert len(steps) == 6 * 10 and len(table(lab)) == 5
+    assert len(steps) == 6 * 10 and len(table(lab)) == 5 + 2            # rows of other settings stay, and are not averaged with them
+    assert [line.split()[-13] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1", "1"]
     (lab / "data" / "stsb" / "test.csv").write_text("sentence1,sentence2,score\na b,a,1\nb,c d e,2\n")
     ablations.main()
-    assert len(steps) == 8 * 10 and len(table(lab)) == 5
+    assert len(steps) == 8 * 10 and len(table(lab)) == 7 + 2
+    ways = table(lab, "ablations_steps.csv")
+    assert len(ways) == 8 * 4 and len({(row["setup"], row["step"]) for row in ways}) == len(ways)
+
+
+def test_another_encoder_in_the_same_folder_is_another_run(lab):
+    train.starting_encoder(train.load_sentences()).save_pretrained(str(lab / "ck"))
+    config.INIT, config.ONLY, config.SEEDS = str(lab / "ck"), "head", "0"
+    ablations.main()
+    config.INIT, config.SEED = "random", 9
+    train.starting_encoder(train.load_sentences()).save_pretrained(str(lab / "ck"))
+    config.INIT, config.SEED = str(lab / "ck"), 42
+    ablations.main()
+    rows = table(lab)
+    assert [row["variant"] for row in rows] == 2 * list(ablations.VARIANTS["head"])
+    assert rows[0]["settings"] == rows[2]["settings"] and rows[0]["dev_start"] != rows[2]["dev_start"]
+
+
+def test_a_finished_run_without_its_row_counts_only_for_its_own_data(lab, monkeypatch):
+    config.SEEDS, config.ONLY = "0", "head"
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ablations, "write_table", stop)         # between the run's end and its row
+        ablations.main()
+    sentences = (lab / "data" / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    (lab / "data" / "sentences.txt").write_text("\n".join(sentences[::-1]), encoding="utf-8")
+    step, steps = train.train_step, []
+    monkeypatch.setattr(train, "train_step", lambda *arguments: steps.append(1) or step(*arguments))
+    with ablations.as_variant("head", "head in training only", 0) as folder:
+        ablations.run(folder)
+    assert len(steps) == 10
+    with ablations.as_variant("head", "head in training only", 0) as folder:
+        ablations.run(folder)
+    assert len(steps) == 10
+
+
+@pytest.mark.parametrize("content", [b"", b"group;variant\na;b\n", "group,variant\na,b\n".encode("utf-16"), b"a\n" + 200_000 * b"x"])
+@pytest.mark.parametrize("name", ["ablations.csv", "ablations_steps.csv"])
+def test_a_table_of_another_kind_is_refused_before_anything_runs(lab, name, content, monkeypatch):
+    monkeypatch.setattr(train, "main", lambda: pytest.fail("it trained"))
+    (lab / "results").mkdir(exist_ok=True)
+    (lab / "results" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is not as ablations.py writes it"):
+        ablations.main()
+    assert (lab / "results" / name).read_bytes() == content
+
+
+def test_a_row_cut_off_is_refused(lab):
+    config.SEEDS = "0"
+    ablations.main()
+    path = lab / "results" / "ablations.csv"
+    path.write_text(path.read_text()[:-300])
+    with pytest.raises(ValueError, match="a column too many or too few"):
+        ablations.main()
 
 
 def test_views_are_the_two_that_training_compares(lab):
@@ -118,4 +175,10 @@ def test_refused(lab, knobs, words):
     for name, value in knobs.items():
         setattr(config, name, value)
     with pytest.raises(ValueError, match=words):
+        ablations.main()
+
+
+def test_knobs_that_the_lab_sets_itself_are_refused(lab, monkeypatch):
+    monkeypatch.setattr(config, "overridden", {"SEED", "MAX_SENTENCES"})
+    with pytest.raises(ValueError, match="sets SEED by itself"):
         ablations.main()

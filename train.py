@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 import config
-from checkpoint import train_tokenizer
+from checkpoint import FILES, find, train_tokenizer
 from evaluate import computes_in_bf16, load_sts_b, measure, pick_device, sources, stsb_name
 from model import SimCSEEncoder, simcse_loss
 from runs import (draw_curves, load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state,
@@ -27,6 +27,27 @@ def load_sentences():
             return [line.strip() for line in file if line.strip()][:config.MAX_SENTENCES]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): python download_data.py CORPUS={path} reads other encodings") from None
+
+
+def fingerprints(sentences, splits=("validation",)):
+    """SHA-256, by name, of what a run reads: the sentences, splits of STS-B, and the files of the encoder that INIT names."""
+    init = []
+    if config.INIT != "random":
+        folder = find(config.INIT)
+        init = [os.path.join(folder, name) for name in FILES if os.path.exists(os.path.join(folder, name))]
+    stsb = [(sentences1, sentences2, scores.tolist()) for sentences1, sentences2, scores in map(load_sts_b, splits)]
+    digests = {"corpus": hashlib.sha256("\n".join(sentences).encode()), "stsb": hashlib.sha256(repr(stsb).encode()),
+               "init": hashlib.sha256()}
+    for path in init:
+        with open(path, "rb") as file:
+            digests["init"].update(file.read())
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def conditions(sentences, device):
+    """What the outcome of a run depends on beside its settings: what it reads, and what it computes on. A dict."""
+    # sums come out differently when they are split differently
+    return fingerprints(sentences) | {"threads": torch.get_num_threads(), "device": device.type}
 
 
 def starting_encoder(sentences):
@@ -132,14 +153,14 @@ def main():
     idx, attention_mask = tokenize_corpus(encoder, sentences)
     optimizer = make_optimizer(encoder)
     steps = config.EPOCHS * (len(idx) // config.BATCH_SIZE)
+    equal = f", {len(sentences) - len(idx)} like another once cut left out" if len(idx) < len(sentences) else ""
     few = f" (all there are, of MAX_SENTENCES={config.MAX_SENTENCES:,})" if len(sentences) < config.MAX_SENTENCES else ""
-    print(f"{len(idx):,} sentences{few}, {steps:,} steps of {config.BATCH_SIZE}, "
+    print(f"{len(idx):,} sentences{few}{equal}, {steps:,} steps of {config.BATCH_SIZE}, "
           f"{sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
           f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {os.path.relpath(folder)}")
 
     done, rows, losses = 0, [], []
-    data = {"corpus": idx.numpy().tobytes(), "stsb": repr(load_sts_b("validation")).encode()}
-    if open_run(folder, {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}):
+    if open_run(folder, conditions(sentences, device)):
         done = load_state(folder, encoder, optimizer, device)
         rows = read_metrics(folder, done)
     elif config.INIT == "random":
@@ -152,8 +173,8 @@ def main():
         values = torch.stack(losses).tolist()
         for at, value in enumerate(values, start=rows[-1]["step"] + 1):
             if not math.isfinite(value):
-                kept = f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}" if len(rows) > 1 else \
-                    "there was no score yet, so no encoder was kept"
+                kept = f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}" \
+                    if any(rank(row) > -math.inf for row in rows[1:]) else "there was no score yet, so no encoder was kept"
                 raise ValueError(f"the loss is {value} at step {at}, learning rate {learning_rate(at, steps):.2e}; {kept}")
         return values
 
@@ -175,7 +196,7 @@ def main():
 
     spearman = score(0) if not rows else rows[-1]["spearman"]
     print(f"{stsb_name()}, validation: {spearman:.2f} at step {done}")
-    shown = 0.0
+    shown, name = 0.0, stsb_name().split(",")[0]
     with tqdm(total=steps, initial=done, unit="step") as bar:
         for step, batch in enumerate(batches(idx, attention_mask, device), start=1):
             if step <= done:
@@ -184,7 +205,7 @@ def main():
             now = time.time()
             if now - shown > 1:                                     # seldom, as to read a loss is to wait for the GPU
                 rate = (bar.n - bar.initial) / bar.format_dict["elapsed"] * config.BATCH_SIZE
-                bar.set_postfix_str(f"loss {read(losses)[-1]:.4f}, STS {spearman:.2f}, {rate:.0f} sentences/s", refresh=False)
+                bar.set_postfix_str(f"loss {read(losses)[-1]:.3g}, {name} {spearman:.2f}, {rate:.0f} sentences/s", refresh=False)
                 shown = now
             if step % config.EVAL_INTERVAL == 0 or step == steps:
                 spearman = score(step)
@@ -192,7 +213,7 @@ def main():
 
     best = max(rows[1:], key=rank)
     if math.isnan(best["spearman"]):
-        raise ValueError("no score was defined, as all embeddings are the same: no encoder was kept")
+        raise ValueError("no score was defined, as the embeddings are all the same or not finite: no encoder was kept")
     update_run(folder, finished=True, start=rows[0], best=best)
     os.remove(os.path.join(folder, "state.safetensors"))
     print(f"{stsb_name()}, validation: {rows[0]['spearman']:.2f} before, {best['spearman']:.2f} at best (step {best['step']}), "
