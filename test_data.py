@@ -295,13 +295,14 @@ def test_what_is_there_is_not_fetched_again(data, monkeypatch, capsys):
     download_data.get_sentences()
     assert len(calls) == 1 and "there already" in capsys.readouterr().out
     for spoil in [lambda: (data / "sentences.txt").write_text("edited"), lambda: (data / "sentences.txt").unlink(),
-                  lambda: (data / "sources.json").write_text("{"), lambda: (data / "sources.json").write_text("3")]:
+                  lambda: (data / "sources.json").write_text("{"), lambda: (data / "sources.json").write_text("3"),
+                  lambda: (data / "sources.json").write_text('{"stsb": null, "sentences": "mine"}')]:
         spoil()
         download_data.get_sentences()
         assert (data / "sentences.txt").read_bytes() == text
     config.SEED += 1
     download_data.get_sentences()
-    assert len(calls) == 6 and (data / "sentences.txt").read_bytes() != text
+    assert len(calls) == 7 and (data / "sentences.txt").read_bytes() != text
 
 
 def test_auto_takes_the_first_that_works(data, monkeypatch, capsys):
@@ -369,7 +370,8 @@ def test_sts_that_works(text, pairs, left_out, tmp_path):
     ("premise,hypothesis,label\na,b,3\n", "needs the columns sentence1, sentence2, score; its first line is 'premise"),
     ("a,b\nc,d\n", "needs the columns"),
     (HEADER + '"' + "a" * 200_000 + '",b,3\n', "can't be read as CSV"),
-], ids=["empty", "only a header", "hidden scores", "other names", "two columns", "huge field"])
+    ("a,b,3\nc,d,4\n".encode("utf-16"), "is UTF-16: save it as UTF-8"),
+], ids=["empty", "only a header", "hidden scores", "other names", "two columns", "huge field", "UTF-16"])
 def test_sts_that_is_refused(text, said, tmp_path):
     with pytest.raises(ValueError, match=said) as error:
         read_sts(text, tmp_path)

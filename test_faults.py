@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,46 @@ def test_what_becomes_of_a_run_that_is_there(workshop):
     with pytest.raises(ValueError, match="no run of train.py"):
         train.main()
     assert (workshop / "checkpoints" / "precious" / "thesis.txt").exists()
+
+
+def test_replacing_a_run_touches_no_other(workshop):
+    config.RUN_NAME = "base"
+    train.main()
+    shutil.copytree(runs.run_folder("base"), runs.run_folder("base.old"))
+    before = contents(runs.run_folder("base.old"))
+    config.OVERWRITE = True
+    train.main()
+    assert contents(runs.run_folder("base.old")) == before
+    assert sorted(os.listdir(config.checkpoints)) == ["base", "base.old"]
+
+
+def test_a_run_stopped_before_its_first_state_begins_again(workshop, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+    config.RUN_NAME = "r"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(train, "save_state", stop)                  # metrics.csv has its first row by now
+        train.main()
+    config.RESUME = True
+    train.main()
+    done = contents(runs.run_folder("r"))
+    config.RESUME, config.OVERWRITE = False, True
+    train.main()
+    again = contents(runs.run_folder("r"))
+    assert done["model.safetensors"] == again["model.safetensors"] and done["metrics.csv"] == again["metrics.csv"]
+
+
+def test_a_fingerprint_sees_the_middle_of_the_data(workshop):
+    path = workshop / "data" / "stsb" / "validation.csv"
+    lines = ["sentence1,sentence2,score", *(f"a {i},b {i},{i % 6}" for i in range(1500))]
+    path.write_text("\n".join(lines) + "\n")
+    sentences = train.load_sentences()
+    before = train.fingerprints(sentences)
+    lines[700] = "a 699,b 699,0.5"
+    path.write_text("\n".join(lines) + "\n")
+    now = train.fingerprints(sentences)
+    assert {name for name in now if now[name] != before[name]} == {"stsb"}
+    assert train.fingerprints([*sentences[:40], "another", *sentences[41:]])["corpus"] != now["corpus"]
 
 
 def test_a_run_is_not_lost_to_a_mistake(workshop):
@@ -249,6 +290,13 @@ def spoil(folder, case):
         (folder / "tokenizer.json").unlink()
         with open(folder / "vocab.txt", "a") as file:
             file.write("".join(f"extra{i}\n" for i in range(9)))
+    elif case == "a token beyond the weights":
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"]["##zzz"] = 5000
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    elif case == "vocabulary in another encoding":
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes() + b"\xff\n")
     elif case == "vocabulary without [CLS]":
         (folder / "tokenizer.json").unlink()
         (folder / "vocab.txt").write_text((folder / "vocab.txt").read_text().replace("[CLS]", "[CLASS]"))
@@ -285,6 +333,7 @@ WRONG = {"truncated weights": "can't be read as weights", "weights swapped for t
          "truncated pickle": "can't be read as weights", "no config": "no checkpoint: it has no config.json",
          "config is no JSON": "config.json is not valid JSON", "config lacks a size": "no number that can be for hidden_size",
          "vocabulary of another size": "do not belong together", "vocabulary without [CLS]": r"lacks \[CLS\]",
+         "a token beyond the weights": "has 5001 tokens, the weights have", "vocabulary in another encoding": "vocab.txt is not UTF-8",
          "no tokenizer": "neither tokenizer.json nor vocab.txt", "tokenizer is no JSON": "can't be read as a tokenizer",
          "max pooling": "pooling_mode_max_tokens", "config is a list": "holds a list", "a decoder": "is_decoder is True",
          "no heads": "that can be for num_attention_heads: 0",
@@ -453,7 +502,7 @@ def test_ctrl_c(workshop):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said
-    assert said.splitlines()[-1] == "stopped; RESUME=True goes on from what was saved"
+    assert said.splitlines()[-1] == "stopped; RESUME=True goes on from what was saved, if anything was"
     assert len(runs.read_metrics(workshop / "checkpoints" / "r")) >= 3
     SimCSEEncoder.from_pretrained(str(workshop / "checkpoints" / "r"))
 

@@ -159,6 +159,7 @@ def test_spearman_is_scipys():
 
 def test_undefined_spearman_is_said(workshop, capsys):
     assert math.isnan(evaluate.spearman(np.ones(5), np.arange(5)))
+    assert math.isnan(evaluate.spearman(np.array([0, 1, np.nan, 3, 4]), np.arange(5)))
     evaluate.print_table([("flat", "cls", math.nan, 0.0, 0.0)])
     assert "undefined" in capsys.readouterr().out
     path = workshop / "data" / "stsb" / "validation.csv"

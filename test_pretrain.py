@@ -317,6 +317,40 @@ def test_a_killed_run_goes_on_to_the_same_bytes(folder, monkeypatch):
     assert ours == whole and len(ours) == 2
 
 
+def test_what_is_there_is_not_lost_to_a_mistake(folder, monkeypatch):
+    monkeypatch.setattr(config, "MAX_TOKENS", 1_000)
+    (folder / "mlm").mkdir()
+    (folder / "mlm" / "config.json").write_text("somebody's encoder")
+    with pytest.raises(ValueError, match="holds an encoder: name another folder with MLM_FOLDER="):
+        pretrain.main()
+    assert [path.name for path in folder.iterdir() if "mlm" in path.name] == ["mlm"]
+    monkeypatch.setattr(config, "OVERWRITE", True)
+    pretrain.main()
+    state = (folder / "mlm.run" / "state.pt").read_bytes()
+    with monkeypatch.context() as patched, pytest.raises(FileNotFoundError):
+        patched.setattr(config, "PRETRAIN_CORPUS", str(folder / "typo.txt"))
+        pretrain.main()
+    assert (folder / "mlm.run" / "state.pt").read_bytes() == state
+    monkeypatch.setattr(config, "OVERWRITE", False)
+    monkeypatch.setattr(config, "RESUME", True)
+    pretrain.main()                                         # finished: the encoder is written once more
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="more than MAX_TOKENS=500"):
+        progress = torch.load(folder / "mlm.run" / "state.pt", weights_only=True)
+        progress["progress"]["history"] = []                # as it is before the first validation
+        torch.save(progress, folder / "mlm.run" / "state.pt")
+        patched.setattr(config, "MAX_TOKENS", 500)
+        pretrain.main()
+
+
+def test_damaged_tokens_are_made_anew_or_refused(folder):
+    _, corpus = spans.prepare(str(folder))
+    (folder / "tokens.npz").write_bytes((folder / "tokens.npz").read_bytes()[:500])
+    with pytest.raises(ValueError, match="tokens.npz can't be read .*OVERWRITE=True"):
+        spans.prepare(str(folder), keep=True)
+    _, again = spans.prepare(str(folder))
+    assert (again["tokens"] == corpus["tokens"]).all()
+
+
 @pytest.mark.parametrize("name, content, message", [
     ("none.txt", None, "download_data.py"), ("line.txt", b"one line only", "too little"),
     ("cut.gz", b"\x1f\x8b\x08cut", "damaged")])
