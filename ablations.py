@@ -163,7 +163,7 @@ def draw_group(table, group, folder):
 def draw_paths(table, steps, folder):
     """The paper's Figure 2, how alignment and uniformity move during training, mean over the seeds; and what the views do."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained", sharex=True)
-    for axis, column, pairs in zip(axes, ("alignment", "views_alignment"), ("pairs that people scored above 4", "the two views")):
+    for axis, column, pairs in zip(axes, ("alignment", "views_alignment"), ("pairs scored above 4", "the two views")):
         for color, size, (variant, label) in zip(("tab:blue", "tab:red", "tab:orange"), (9, 7, 4), PATHS.items()):
             runs = [(row["setup"], row["seed"]) for row in table if (row["group"], row["variant"]) == ("dropout", variant)]
             rows = [row for row in steps if (row["setup"], row["seed"]) in runs]
@@ -176,7 +176,7 @@ def draw_paths(table, steps, folder):
                 axis.plot(*zip(*points[1:]), "o", markersize=size, color=color, label=label)
                 axis.plot(*points[0], "k*", markersize=11)
         axis.set(xlabel=f"uniformity, {stsb_name()} dev (lower is better)", ylabel="alignment (lower is better)",
-                 title=f"alignment of {pairs}; the star is the start")
+                 title=f"alignment of {pairs}, from the star on")
         axis.xaxis.set_major_locator(plt.MaxNLocator(6))
         axis.legend()
     save_figure(figure, os.path.join(folder, "figure2.png"))
