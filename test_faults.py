@@ -490,6 +490,21 @@ def test_command_line(workshop):
     assert "CHECKPOINT" not in done.stdout
 
 
+def test_too_little_memory_is_one_line(monkeypatch, capsys):
+    def too_much():
+        torch.empty(10**15)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as stopped:
+        config.run(too_much, "train.py")
+    said = capsys.readouterr().err
+    assert stopped.value.code == 1 and said.startswith("error: not enough memory (") and said.count("\n") == 1
+
+    def a_mistake_of_ours():
+        torch.ones(2) @ torch.ones(3)
+    with pytest.raises(RuntimeError, match="size"):
+        config.run(a_mistake_of_ours, "train.py")
+
+
 def test_ctrl_c(workshop):
     knobs = own_copy(workshop)
     process = subprocess.Popen([sys.executable, "train.py", *knobs, "EPOCHS=1000", "RUN_NAME=r"], cwd=workshop, text=True,
