@@ -24,7 +24,7 @@ from checkpoint import local_folder, write_atomically
 from config import first_line
 from evaluate import evaluate_stsb, measure, pick_device, stsb_name
 from model import SimCSEEncoder, alignment_and_uniformity, simcse_loss
-from runs import plt, read_metrics, read_run, save_figure, training_settings, write_table     # plt: without a screen
+from runs import conditions, fingerprints, plt, read_metrics, read_run, save_figure, training_settings, write_table
 
 HEAD_IN_BOTH = "head in both"
 PLAIN = "checkpoints/mlm_plain"     # not shipped: main says how it is made
@@ -97,7 +97,7 @@ def setup_of(variant):
     """What a row is of, seed apart: all knobs, as a string, and a fingerprint of them, the data and the starting encoder."""
     settings = [f"{name}={value}" for name, value in training_settings().items() if name != "SEED"]
     settings = " ".join(settings + [HEAD_IN_BOTH.replace(" ", "_")] * (variant == HEAD_IN_BOTH))
-    reads = train.fingerprints(train.load_sentences(), ("validation", "test"))
+    reads = fingerprints(train.load_sentences(), ("validation", "test"))
     return settings, hashlib.sha256(repr((settings, reads)).encode()).hexdigest()[:12]
 
 
@@ -125,7 +125,7 @@ def run(folder):
     if os.path.exists(os.path.join(folder, "run.json")):
         with contextlib.suppress(ValueError):                       # damaged: it begins again
             begun = read_run(folder)
-    if begun and (begun["settings"], begun["data"]) != (training_settings(), train.conditions(train.load_sentences(), device)):
+    if begun and (begun["settings"], begun["data"]) != (training_settings(), conditions(train.load_sentences(), device)):
         begun = None
     if not (begun and begun["finished"]):
         config.RESUME = begun is not None and os.path.exists(os.path.join(folder, "state.safetensors"))

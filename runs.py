@@ -1,6 +1,7 @@
 """Run folders: where a training run keeps its settings, metrics, curves, and what it needs to go on after a stop."""
 
 import csv
+import hashlib
 import io
 import os
 import platform
@@ -14,18 +15,39 @@ import torch
 from safetensors.torch import load_file, save as to_safetensors
 
 import config
-from checkpoint import local_folder, read_json, write_atomically, write_json
+from checkpoint import FILES, find, local_folder, read_json, write_atomically, write_json
 from config import first_line
+from evaluate import load_sts_b
 
 matplotlib.use("Agg")       # files only: a run needs no screen
 import matplotlib.pyplot as plt                                     # noqa: E402
-
 
 
 def training_settings():
     """The knobs on which the outcome of a run of train.py depends, as a dict."""
     names = config.knobs_of("train.py")
     return {name: getattr(config, name) for name in names if name not in ("DEVICE", "RUN_NAME", "OVERWRITE", "RESUME")}
+
+
+def fingerprints(sentences, splits=("validation",)):
+    """SHA-256, by name, of what a run reads: the sentences, splits of STS-B, and the files of the encoder that INIT names."""
+    init = []
+    if config.INIT != "random":
+        folder = find(config.INIT)
+        init = [os.path.join(folder, name) for name in FILES if os.path.exists(os.path.join(folder, name))]
+    stsb = [(sentences1, sentences2, scores.tolist()) for sentences1, sentences2, scores in map(load_sts_b, splits)]
+    digests = {"corpus": hashlib.sha256("\n".join(sentences).encode()), "stsb": hashlib.sha256(repr(stsb).encode()),
+               "init": hashlib.sha256()}
+    for path in init:
+        with open(path, "rb") as file:
+            digests["init"].update(file.read())
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def conditions(sentences, device):
+    """What the outcome of a run depends on beside its settings: what it reads, and what it computes on. A dict."""
+    # sums come out differently when they are split differently
+    return fingerprints(sentences) | {"threads": torch.get_num_threads(), "device": device.type}
 
 
 def run_folder(name):

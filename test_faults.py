@@ -110,12 +110,12 @@ def test_a_fingerprint_sees_the_middle_of_the_data(workshop):
     lines = ["sentence1,sentence2,score", *(f"a {i},b {i},{i % 6}" for i in range(1500))]
     path.write_text("\n".join(lines) + "\n")
     sentences = train.load_sentences()
-    before = train.fingerprints(sentences)
+    before = runs.fingerprints(sentences)
     lines[700] = "a 699,b 699,0.5"
     path.write_text("\n".join(lines) + "\n")
-    now = train.fingerprints(sentences)
+    now = runs.fingerprints(sentences)
     assert {name for name in now if now[name] != before[name]} == {"stsb"}
-    assert train.fingerprints([*sentences[:40], "another", *sentences[41:]])["corpus"] != now["corpus"]
+    assert runs.fingerprints([*sentences[:40], "another", *sentences[41:]])["corpus"] != now["corpus"]
 
 
 def test_a_run_is_not_lost_to_a_mistake(workshop):

@@ -1,6 +1,5 @@
 """Unsupervised SimCSE: every sentence goes through the encoder twice, and its two embeddings must find each other."""
 
-import hashlib
 import math
 import os
 import time
@@ -10,10 +9,10 @@ import torch
 from tqdm import tqdm
 
 import config
-from checkpoint import FILES, find, train_tokenizer
-from evaluate import computes_in_bf16, load_sts_b, measure, pick_device, sources, stsb_name
+from checkpoint import train_tokenizer
+from evaluate import computes_in_bf16, measure, pick_device, sources, stsb_name
 from model import SimCSEEncoder, simcse_loss
-from runs import (draw_curves, load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state,
+from runs import (conditions, draw_curves, load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state,
                   update_run, write_metrics)
 
 
@@ -27,27 +26,6 @@ def load_sentences():
             return [line.strip() for line in file if line.strip()][:config.MAX_SENTENCES]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): python download_data.py CORPUS={path} reads other encodings") from None
-
-
-def fingerprints(sentences, splits=("validation",)):
-    """SHA-256, by name, of what a run reads: the sentences, splits of STS-B, and the files of the encoder that INIT names."""
-    init = []
-    if config.INIT != "random":
-        folder = find(config.INIT)
-        init = [os.path.join(folder, name) for name in FILES if os.path.exists(os.path.join(folder, name))]
-    stsb = [(sentences1, sentences2, scores.tolist()) for sentences1, sentences2, scores in map(load_sts_b, splits)]
-    digests = {"corpus": hashlib.sha256("\n".join(sentences).encode()), "stsb": hashlib.sha256(repr(stsb).encode()),
-               "init": hashlib.sha256()}
-    for path in init:
-        with open(path, "rb") as file:
-            digests["init"].update(file.read())
-    return {name: digest.hexdigest() for name, digest in digests.items()}
-
-
-def conditions(sentences, device):
-    """What the outcome of a run depends on beside its settings: what it reads, and what it computes on. A dict."""
-    # sums come out differently when they are split differently
-    return fingerprints(sentences) | {"threads": torch.get_num_threads(), "device": device.type}
 
 
 def starting_encoder(sentences):
@@ -153,7 +131,7 @@ def main():
     idx, attention_mask = tokenize_corpus(encoder, sentences)
     optimizer = make_optimizer(encoder)
     steps = config.EPOCHS * (len(idx) // config.BATCH_SIZE)
-    equal = f", {len(sentences) - len(idx)} like another once cut left out" if len(idx) < len(sentences) else ""
+    equal = f", less {len(sentences) - len(idx)} equal to others once cut" if len(idx) < len(sentences) else ""
     few = f" (all there are, of MAX_SENTENCES={config.MAX_SENTENCES:,})" if len(sentences) < config.MAX_SENTENCES else ""
     print(f"{len(idx):,} sentences{few}{equal}, {steps:,} steps of {config.BATCH_SIZE}, "
           f"{sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
