@@ -84,6 +84,11 @@ def decode(data, counts):
         return data.decode("utf-8", "windows-1252")
 
 
+def not_text(file):
+    """What a file opened for reading bytes is, by its first ones, where it is known to be no text; None elsewhere."""
+    return next((what for magic, what in NOT_TEXT.items() if file.peek(4).startswith(magic)), None)
+
+
 # The sources of sentences: generators of paragraphs, which add to `counts` what they pass over.
 
 def wikitext(counts):
@@ -128,11 +133,9 @@ def own_text(path, counts):
         raise ValueError(f"CORPUS={path} is neither auto, {', '.join(CORPORA)} nor a .txt or .txt.gz file")
     try:
         with open(path, "rb") as raw:
-            start = raw.peek(4)[:4]
-            for magic, what in NOT_TEXT.items():
-                if start.startswith(magic):
-                    raise ValueError(f"{path} is {what}: save it as UTF-8 text, a sentence or a paragraph a line")
-            file = gzip.open(raw) if start.startswith(b"\x1f\x8b") else raw
+            if what := not_text(raw):
+                raise ValueError(f"{path} is {what}: save it as UTF-8 text, a sentence or a paragraph a line")
+            file = gzip.open(raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
             while line := file.readline(1 << 24):  # a line longer than 16 MiB comes in pieces
                 text = decode(line, counts)
                 if text.strip():
@@ -183,9 +186,8 @@ def read_sts(path):
     """
     counts = Counter()
     with open(path, "rb") as file:
-        for magic, what in NOT_TEXT.items():
-            if file.peek(4).startswith(magic):
-                raise ValueError(f"{path} is {what}: save it as UTF-8 CSV")
+        if what := not_text(file):
+            raise ValueError(f"{path} is {what}: save it as UTF-8 CSV")
         text = "".join(decode(line, counts) for line in file).lstrip("\ufeff").replace("\0", "")
     lines = text.splitlines() or [""]
     tabs = "\t" in lines[0]

@@ -31,16 +31,14 @@ def training_settings():
 
 def fingerprints(sentences, splits=("validation",)):
     """SHA-256, by name, of what a run reads: the sentences, splits of STS-B, and the files of the encoder that INIT names."""
-    init = []
-    if config.INIT != "random":
-        folder = find(config.INIT)
-        init = [os.path.join(folder, name) for name in FILES if os.path.exists(os.path.join(folder, name))]
     stsb = [(sentences1, sentences2, scores.tolist()) for sentences1, sentences2, scores in map(load_sts_b, splits)]
     digests = {"corpus": hashlib.sha256("\n".join(sentences).encode()), "stsb": hashlib.sha256(repr(stsb).encode()),
                "init": hashlib.sha256()}
-    for path in init:
-        with open(path, "rb") as file:
-            digests["init"].update(file.read())
+    folder = find(config.INIT) if config.INIT != "random" else ""
+    for path in (os.path.join(folder, name) for name in FILES if folder):
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                digests["init"].update(file.read())
     return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
