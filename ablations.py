@@ -68,7 +68,8 @@ def measure_views(encoder, sentences):
         views = [train.two_views(encoder, *batch) for batch in zip(idx.split(N), attention_mask.split(N)) if len(batch[0]) == N]
     losses = [simcse_loss(z1, z2, config.TEMPERATURE).item() for z1, z2 in views]
     return {"views_loss": statistics.mean(losses),
-            "views_alignment": statistics.mean(alignment_and_uniformity(z1, z2)[0] for z1, z2 in views)}
+            # on the CPU, as Apple's GPU has no pdist
+            "views_alignment": statistics.mean(alignment_and_uniformity(z1.cpu(), z2.cpu())[0] for z1, z2 in views)}
 
 
 @contextlib.contextmanager
@@ -126,8 +127,10 @@ def run(folder):
     """
     device, begun = pick_device(config.DEVICE), None
     if os.path.exists(os.path.join(folder, "run.json")):
-        with contextlib.suppress(ValueError):                       # damaged: it begins again
+        try:
             begun = read_run(folder)
+        except ValueError:
+            shutil.rmtree(folder)                                   # damaged: it begins again
     if begun and (begun["settings"], begun["data"]) != (training_settings(), conditions(train.load_sentences(), device)):
         begun = None
     if not (begun and begun["finished"]):
@@ -190,9 +193,9 @@ def main():
     unknown = [name for name in groups if name not in VARIANTS]
     if unknown or not groups:
         raise ValueError(f"ONLY={config.ONLY} must name some of {', '.join(VARIANTS)}, with commas between")
-    for folder, recipe in RECIPES.items():
-        if "start" in groups and not local_folder(folder):
-            raise ValueError(f"the group start needs {folder}: python pretrain.py MLM_FOLDER={folder} {recipe}")
+    missing = [folder for folder in RECIPES if "start" in groups and not local_folder(folder)]
+    for folder in missing:
+        print(f"the start {folder} is left out, as it isn't there: python pretrain.py MLM_FOLDER={folder} {RECIPES[folder]}")
     try:
         seeds = [int(seed) for seed in config.SEEDS.split(",")]
     except ValueError:
@@ -205,7 +208,8 @@ def main():
     os.makedirs(folder, exist_ok=True)
     table_path, steps_path = os.path.join(folder, "ablations.csv"), os.path.join(folder, "ablations_steps.csv")
     table, steps, current = read_table(table_path, TABLE), read_table(steps_path, STEPS), set()
-    plan = [(group, variant, str(seed)) for group in groups for variant in VARIANTS[group] for seed in seeds]
+    plan = [(group, variant, str(seed)) for group in groups for variant, knobs in VARIANTS[group].items()
+            if knobs.get("INIT") not in missing for seed in seeds]
     for at, (group, variant, seed) in enumerate(plan, start=1):
         with as_variant(group, variant, int(seed)) as run_folder:
             settings, setup = setup_of(variant)

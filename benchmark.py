@@ -11,6 +11,7 @@ import io
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -95,11 +96,14 @@ def peak_memory():
     """The most memory that this process has held so far, in MB: the GPU's where it has used one, else main memory."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 1e6
+    if sys.platform == "linux":     # whose ru_maxrss begins with the peak of the process that started this one
+        with open("/proc/self/status", encoding="utf-8") as file:
+            return int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1]) * 1024 / 1e6
     try:
         import resource
     except ImportError:             # Windows
         return float("nan")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6         # bytes on macOS
 
 
 def contend(pipe, knobs, contender, folder):

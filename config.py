@@ -21,19 +21,19 @@ VOCAB_SIZE = 8192        # WordPiece vocabulary learned from the corpus
 # Method (train.py)
 INIT = "checkpoints/mlm_encoder"  # starting encoder: a checkpoint folder, a Hub name, or random
 POOLER = "cls"           # sentence embedding: cls (the paper's) or mean, to train with; evaluate.py asks the checkpoint unless it is given there
-USE_MLP_HEAD = False     # True: train through a one-layer tanh MLP that evaluation leaves out (paper, section 3; chapter)
+USE_MLP_HEAD = False     # True: train through a one-layer tanh MLP that evaluation leaves out (paper, table 6; chapter)
 DROPOUT = 0.1            # rate of every dropout in the encoder: the only augmentation; paper (table 3) and chapter
 FIXED_MASK = False       # True: both views share one dropout mask, the paper's "Fixed 0.1" (table 3)
 TEMPERATURE = 0.05       # tau of equation 4; paper and chapter
 
 # Optimisation (train.py)
-BATCH_SIZE = 64          # sentences a step; each has BATCH_SIZE - 1 negatives
+BATCH_SIZE = 64          # sentences a step; each has BATCH_SIZE - 1 negatives; paper and chapter
 EPOCHS = 1               # passes over the corpus; chapter 3, paper 1
 LEARNING_RATE = 2e-4     # AdamW's peak rate; chapter 5e-5, paper 3e-5 for BERT-base
-WEIGHT_DECAY = 0.01      # AdamW, on weight matrices only; chapter
-WARMUP_RATIO = 0.1       # share of the steps that the rate climbs, before it falls linearly to 0; chapter
-GRAD_CLIP = 1.0          # largest gradient norm; chapter
-MAX_SEQ_LEN = 10         # tokens a training sentence keeps, [CLS] and [SEP] included; paper and chapter 32
+WEIGHT_DECAY = 0.01      # AdamW, on weight matrices only
+WARMUP_RATIO = 0.1       # share of the steps that the rate climbs, before it falls linearly to 0
+GRAD_CLIP = 1.0          # largest gradient norm; the paper's code
+MAX_SEQ_LEN = 10         # tokens a training sentence keeps, [CLS] and [SEP] included; the paper's code and the chapter 32
 EVAL_INTERVAL = 50       # steps between two STS-B scores; the best one is kept
 
 # Pre-training (pretrain.py)
@@ -167,6 +167,11 @@ def knobs_of(script):
     return [name for name in DEFAULTS if re.search(rf"\bconfig\.{name}\b", text)]
 
 
+def shown(path):
+    """A path as one would type it: short where it lies beside the scripts, from where every knob understands it."""
+    return path.removeprefix(here + os.sep)
+
+
 def first_line(error):
     """What an error says, in one line of at most 300 characters; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
@@ -203,6 +208,7 @@ def run(main, script):
         print(f"error: not enough memory ({first_line(error)}): a smaller batch or encoder needs less", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped" + ("; RESUME=True goes on from what was saved, if anything was" if "RESUME" in knobs_of(script) else ""),
-              file=sys.stderr)
+        knobs = knobs_of(script)
+        how = "the same command" if "ONLY" in knobs else "RESUME=True" if "RESUME" in knobs else ""
+        print("stopped" + (f"; {how} goes on from what was saved, if anything was" if how else ""), file=sys.stderr)
         sys.exit(130)

@@ -22,6 +22,8 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)                   # torch's random state and clocks are those of the current one
         (torch.zeros(1, device=device) + 1).item()          # some devices exist by name only
         return device
     except Exception as error:                              # each back end has its own
@@ -177,8 +179,7 @@ def main():
     else:
         last = newest_run()
         init = read_json(last, "run.json").get("init", "random")
-        start = os.path.relpath(init) if os.path.isabs(init) else init
-        rows = {f"start: {start}": os.path.join(last, "start") if init == "random" else init, os.path.relpath(last): last}
+        rows = {f"start: {init}": os.path.join(last, "start") if init == "random" else init, config.shown(last): last}
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
     # the start is pooled as the run is, and the run as it was trained, unless the shell says otherwise
     pooler = config.POOLER if "POOLER" in config.overridden else load_pooler(find(last))

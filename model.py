@@ -19,7 +19,7 @@ def simcse_loss(z1, z2, temperature):
 
     z1, z2: (N, C) floats, the two views of N >= 2 sentences. Returns a scalar tensor in nats, log N at chance.
     Raises ValueError for fewer than two sentences, unequal shapes, or a temperature that is not positive.
-    Source: SimCSE, equation 4.
+    Source: SimCSE, equation 4, which goes from view 1 to view 2; the other direction is the chapter's.
     """
     if z1.shape != z2.shape or z1.dim() != 2:
         raise ValueError(f"the two views must both be (N, C), not {tuple(z1.shape)} and {tuple(z2.shape)}")
@@ -30,7 +30,7 @@ def simcse_loss(z1, z2, temperature):
     h1, h2 = F.normalize(z1, dim=-1), F.normalize(z2, dim=-1)
     similarity = h1 @ h2.T / temperature                            # (N, N), row i: view 1 of i against view 2 of all j
     positive = torch.arange(len(z1), device=z1.device)              # the positives lie on the diagonal
-    # cross_entropy is -log softmax of each row at its positive: l_i of equation 4, and its mean over the batch
+    # cross_entropy is -log softmax of each row at its positive, l_i of equation 4, averaged over the batch
     return (F.cross_entropy(similarity, positive) + F.cross_entropy(similarity.T, positive)) / 2
 
 
@@ -56,14 +56,14 @@ def dropout(x, rate):
     """Set each element to 0 with probability `rate` in [0, 1), and scale the others up so that the mean stays. Any shape.
 
     F.dropout on the CPU draws a number an element, one after another: a fifth of a training step. Here 64 random bits serve
-    eight elements, a byte each, so the rate counts in 1/256 (0.1 is 26/256), and the scale is that of the rate as it is.
+    eight elements, a byte each: the rate is rounded to 1/256 (0.1 to 26/256), and the scale is 1 / (1 - that).
     """
     if rate == 0:
         return x
     if x.device.type != "cpu":
         return F.dropout(x, rate)
     dropped = min(max(1, round(256 * rate)), 255)                                       # of the 256 values of a byte
-    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-2**63, None)   # all 64 of them
+    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-2**63, None)   # None: to the largest
     kept = (bits.view(torch.uint8)[:x.numel()] >= dropped).view(x.shape)
     return x * kept.to(x.dtype).mul_(256 / (256 - dropped))
 
@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(n_embd, n_embd)
 
     def forward(self, x, readers, mask, rate):
-        """x: (B, T, C); readers: (B, R, C), those rows of x that look; returns what they see, (B, R, C)."""
+        """x: (B, T, C); readers: (B, R, C), the rows of x that look; mask: (B, 1, 1, T), False at [PAD]. Returns (B, R, C)."""
         def heads(states):
             return states.view(*states.shape[:2], self.n_head, -1).transpose(1, 2)     # (B, T, C) -> (B, n_head, T, C / n_head)
 
@@ -113,7 +113,7 @@ class Block(nn.Module):
 
 
 class MLPHead(nn.Module):
-    """The projection that the loss sees in training and evaluation never does. Source: SimCSE, section 3."""
+    """The projection that the loss sees in training and evaluation never does. Source: SimCSE, section 6.3, table 6."""
 
     def __init__(self, n_embd):
         super().__init__()

@@ -114,7 +114,7 @@ def bag_of_words_loss(logits, idx, weight):
     logits: (B, V); idx: (B, T), the tokens before masking, [CLS] first and [SEP] last; weight: (V,) above 0, what each token
     counts. Sources: Ma et al. (2024), section 3.2; for weights a / (a + frequency), Arora et al. (2017), section 3.
     """
-    # the weights are in the first guess too, or [CLS] would spend a part of itself, the same for all spans, on saying so
+    # the best guess for any span is frequency x weight: the bias starts at log frequency, this adds log weight
     log_p = (logits + weight.log()).log_softmax(1).gather(1, idx[:, 1:-1])                      # (B, T - 2)
     weight = weight[idx[:, 1:-1]]
     return -(weight * log_p).sum() / weight.sum()

@@ -100,7 +100,7 @@ def open_run(folder, data):
     os.makedirs(folder, exist_ok=True)
     versions = {module.__name__: module.__version__ for module in (torch, tokenizers, numpy)}
     write_json(os.path.join(folder, "run.json"), {
-        "settings": settings, "init": init, "data": data, "finished": False, "seconds": 0.0,
+        "settings": settings, "init": config.shown(init), "data": data, "finished": False, "seconds": 0.0,
         "versions": {"python": platform.python_version()} | versions,
         "platform": platform.platform()})
     return False

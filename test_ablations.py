@@ -178,13 +178,25 @@ def test_refused(lab, knobs, words):
         ablations.main()
 
 
-@pytest.mark.parametrize("there, missing", [((), "mlm_plain CLS_WEIGHT=0"), (("checkpoints/mlm_plain",), "mlm_half MAX_TOKENS=")])
-def test_an_encoder_that_is_not_shipped_is_asked_for(workshop, monkeypatch, there, missing):
-    monkeypatch.setattr(ablations, "local_folder", lambda name: name in there)
-    monkeypatch.setattr(train, "main", lambda: pytest.fail("it trained"))
-    config.ONLY = "start"
-    with pytest.raises(ValueError, match=f"python pretrain.py MLM_FOLDER=checkpoints/{missing}"):
-        ablations.main()
+def test_a_start_that_is_not_shipped_is_left_out_by_name(lab, monkeypatch, capsys):
+    train.starting_encoder(train.load_sentences()).save_pretrained(str(lab / "half"))
+    monkeypatch.setattr(ablations, "RECIPES", {str(lab / "plain"): "CLS_WEIGHT=0", str(lab / "half"): "MAX_TOKENS=5"})
+    monkeypatch.setattr(ablations, "VARIANTS", {"start": {"random weights": {}, "plain": {"INIT": str(lab / "plain")},
+                                                          "half": {"INIT": str(lab / "half")}}})
+    config.ONLY, config.SEEDS = "start", "0"
+    ablations.main()
+    assert [row["variant"] for row in table(lab)] == ["random weights", "half"]
+    left_out = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert len(left_out) == 1 and left_out[0].endswith(f"python pretrain.py MLM_FOLDER={lab / 'plain'} CLS_WEIGHT=0")
+
+
+def test_a_damaged_run_begins_again(lab):
+    config.SEEDS, config.ONLY = "0", "head"
+    name = "head_head_in_training_only_0"
+    (lab / "checkpoints" / "ablations" / name).mkdir(parents=True)
+    (lab / "checkpoints" / "ablations" / name / "run.json").write_text('{"settin')
+    ablations.main()
+    assert len(table(lab)) == 2
 
 
 def test_knobs_that_the_lab_sets_itself_are_refused(lab, monkeypatch):

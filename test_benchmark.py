@@ -1,7 +1,10 @@
 """The benchmark measures what it says, with the peer or without."""
 
 import importlib.util
+import multiprocessing
+import sys
 
+import numpy as np
 import pytest
 
 import benchmark
@@ -34,6 +37,22 @@ def test_ours_trains_on_every_batch(workshop, monkeypatch):
     monkeypatch.setattr(train, "computes_in_bf16", train.computes_in_bf16)      # put back what the contender sets
     benchmark.train_ours(str(workshop / "ck"), False)(sample_sentences()[:83])
     assert len(steps) == 10 and all(shape[0] == 8 for shape in steps)
+
+
+def child_memory(pipe):
+    before = benchmark.peak_memory()
+    held = np.ones(25_000_000)                          # 200 MB
+    pipe.send((before, benchmark.peak_memory(), held.nbytes / 1e6))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell")
+def test_peak_memory_is_the_process_own():
+    held = np.ones(250_000_000)                         # 2 GB that the child must not be charged with
+    pipe, end = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=child_memory, args=(end,)).start()
+    before, after, new = pipe.recv()
+    assert before < 1500 < held.nbytes / 1e6 <= benchmark.peak_memory()
+    assert after - before == pytest.approx(new, rel=0.1)
 
 
 def test_too_few_sentences_are_refused(workshop):

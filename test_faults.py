@@ -490,6 +490,20 @@ def test_command_line(workshop):
     assert "CHECKPOINT" not in done.stdout
 
 
+def test_a_run_is_evaluated_where_the_repository_was_moved_to(workshop):
+    here, there = workshop / "here", workshop / "there"
+    here.mkdir()
+    os.rename(workshop / "data", here / "data")
+    knobs = own_copy(here)
+    train.starting_encoder(sample_sentences()).save_pretrained(here / "checkpoints" / "first")
+    done = script("train.py", *knobs, "INIT=checkpoints/first", "RUN_NAME=one", cwd=here)
+    one = os.path.join("checkpoints", "one")
+    assert done.returncode == 0 and done.stdout.splitlines()[0].endswith(f"into {one}")
+    os.rename(here, there)
+    done = script("evaluate.py", cwd=there)
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:3]] == ["start: checkpoints/first", one]
+
+
 def test_too_little_memory_is_one_line(monkeypatch, capsys):
     def too_much():
         torch.empty(10**15)
@@ -520,6 +534,17 @@ def test_ctrl_c(workshop):
     assert said.splitlines()[-1] == "stopped; RESUME=True goes on from what was saved, if anything was"
     assert len(runs.read_metrics(workshop / "checkpoints" / "r")) >= 3
     SimCSEEncoder.from_pretrained(str(workshop / "checkpoints" / "r"))
+
+
+@pytest.mark.parametrize("name, said", [("ablations.py", "stopped; the same command goes on from what was saved, if anything was"),
+                                        ("evaluate.py", "stopped")])
+def test_ctrl_c_names_the_way_on_that_there_is(monkeypatch, capsys, name, said):
+    def stop():
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit):
+        config.run(stop, name)
+    assert capsys.readouterr().err == said + "\n"
 
 
 KILL = """

@@ -135,7 +135,7 @@ def main():
     few = f" (all there are, of MAX_SENTENCES={config.MAX_SENTENCES:,})" if len(sentences) < config.MAX_SENTENCES else ""
     print(f"{len(idx):,} sentences{few}{equal}, {steps:,} steps of {config.BATCH_SIZE}, "
           f"{sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
-          f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {os.path.relpath(folder)}")
+          f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {config.shown(folder)}")
 
     done, rows, losses = 0, [], []
     if open_run(folder, conditions(sentences, device)):
@@ -151,7 +151,7 @@ def main():
         values = torch.stack(losses).tolist()
         for at, value in enumerate(values, start=rows[-1]["step"] + 1):
             if not math.isfinite(value):
-                kept = f"the best encoder up to step {rows[-1]['step']} is in {os.path.relpath(folder)}" \
+                kept = f"the best encoder up to step {rows[-1]['step']} is in {config.shown(folder)}" \
                     if any(rank(row) > -math.inf for row in rows[1:]) else "there was no score yet, so no encoder was kept"
                 raise ValueError(f"the loss is {value} at step {at}, learning rate {learning_rate(at, steps):.2e}; {kept}")
         return values
@@ -195,7 +195,7 @@ def main():
     update_run(folder, finished=True, start=rows[0], best=best)
     os.remove(os.path.join(folder, "state.safetensors"))
     print(f"{stsb_name()}, validation: {rows[0]['spearman']:.2f} before, {best['spearman']:.2f} at best (step {best['step']}), "
-          f"{rows[-1]['spearman']:.2f} at the end; encoder, metrics.csv and curves.png in {os.path.relpath(folder)}")
+          f"{rows[-1]['spearman']:.2f} at the end; encoder, metrics.csv and curves.png in {config.shown(folder)}")
 
 
 if __name__ == "__main__":
