@@ -28,8 +28,8 @@ from runs import conditions, fingerprints, plt, read_metrics, read_run, save_fig
 
 HEAD_IN_BOTH = "head in both"
 # encoders that are not shipped: the knobs of pretrain.py that make them
-PLAIN, HALF = "checkpoints/mlm_plain", "checkpoints/mlm_half"
-RECIPES = {PLAIN: "CLS_WEIGHT=0 MAX_TOKENS=2_000_000", HALF: "MAX_TOKENS=10_250_000"}
+PLAIN, MOMENT, HALF = "checkpoints/mlm_plain", "checkpoints/mlm_moment", "checkpoints/mlm_half"
+RECIPES = {PLAIN: "CLS_WEIGHT=0 MAX_TOKENS=2_000_000", MOMENT: "MAX_TOKENS=800_000", HALF: "MAX_TOKENS=10_250_000"}
 SMALL = {"MAX_SENTENCES": 4_000, "EVAL_INTERVAL": 10}        # unless the shell says otherwise: the best score comes early
 # group -> variant -> the knobs in which it differs from the others
 VARIANTS = {
@@ -41,11 +41,13 @@ VARIANTS = {
              HEAD_IN_BOTH: {"USE_MLP_HEAD": True}},
     "data": {f"{n // 1000}k x {epochs}": {"MAX_SENTENCES": n, "EPOCHS": epochs, "EVAL_INTERVAL": 50}
              for n, epochs in ((10_000, 1), (10_000, 3), (10_000, 5), (30_000, 1), (100_000, 1))},     # 10k x 3: the steps of 30k x 1
+    "longer": {variant: knobs | {"MAX_SENTENCES": 10_000, "EPOCHS": 3, "EVAL_INTERVAL": 50}
+               for variant, knobs in (("p = 0", {"DROPOUT": 0.0}), ("p = 0.1", {}), ("one mask, p = 0.1", {"FIXED_MASK": True}))},
     "tokens": {f"{n} tokens": {"MAX_SEQ_LEN": n} for n in (8, 10, 16, 32)},
     "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
     "start": {"random weights": {"INIT": "random"}, "pre-trained, [CLS] without a task": {"INIT": PLAIN},
-              "pre-trained on half the tokens": {"INIT": HALF}, "pre-trained": {}},
+              "pre-trained for a moment": {"INIT": MOMENT}, "pre-trained on half the tokens": {"INIT": HALF}, "pre-trained": {}},
 }
 METRICS = ["alignment", "uniformity", "length", "views_loss", "views_alignment"]
 TABLE = ["group", "variant", "seed", "dev_start", "dev_best", "dev_last", "test_best", "step_best", "step_last",

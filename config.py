@@ -69,7 +69,7 @@ CHECKPOINT = ""          # folder or Hub name to score; "" = the newest run, bes
 SPLIT = "validation"     # validation or test
 
 # Ablations (ablations.py)
-ONLY = "setting,pooling,head"  # groups of variants: setting, dropout, pooling, head, data, tokens, temperature, batch, start
+ONLY = "setting,pooling,head"  # groups of variants: setting, dropout, longer, pooling, head, data, tokens, temperature, batch, start
 SEEDS = "0,1,2"          # seeds to run each variant with
 
 RULES = [
