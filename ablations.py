@@ -28,8 +28,9 @@ from runs import conditions, fingerprints, plt, read_metrics, read_run, save_fig
 
 HEAD_IN_BOTH = "head in both"
 # encoders that are not shipped: the knobs of pretrain.py that make them
-PLAIN, MOMENT, HALF = "checkpoints/mlm_plain", "checkpoints/mlm_moment", "checkpoints/mlm_half"
-RECIPES = {PLAIN: "CLS_WEIGHT=0 MAX_TOKENS=2_000_000", MOMENT: "MAX_TOKENS=800_000", HALF: "MAX_TOKENS=10_250_000"}
+VALLEY, PLAIN, MOMENT, HALF = (f"checkpoints/mlm_{name}" for name in ("valley", "plain", "moment", "half"))
+RECIPES = {VALLEY: "CLS_WEIGHT=0 MAX_TOKENS=300_000 DECAY_SHARE=0 DROPOUT_SHARE=0", PLAIN: "CLS_WEIGHT=0 MAX_TOKENS=2_000_000",
+           MOMENT: "MAX_TOKENS=800_000", HALF: "MAX_TOKENS=10_250_000"}
 SMALL = {"MAX_SENTENCES": 4_000, "EVAL_INTERVAL": 10}        # unless the shell says otherwise: the best score comes early
 # group -> variant -> the knobs in which it differs from the others
 VARIANTS = {
@@ -46,7 +47,8 @@ VARIANTS = {
     "tokens": {f"{n} tokens": {"MAX_SEQ_LEN": n} for n in (8, 10, 16, 32)},
     "temperature": {f"tau = {tau:g}": {"TEMPERATURE": tau} for tau in (0.01, 0.05, 0.1, 0.5)},
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
-    "start": {"random weights": {"INIT": "random"}, "pre-trained, [CLS] without a task": {"INIT": PLAIN},
+    "start": {"random weights": {"INIT": "random"}, "[CLS] in its valley": {"INIT": VALLEY},
+              "pre-trained, [CLS] without a task": {"INIT": PLAIN},
               "pre-trained for a moment": {"INIT": MOMENT}, "pre-trained on half the tokens": {"INIT": HALF}, "pre-trained": {}},
 }
 METRICS = ["alignment", "uniformity", "length", "views_loss", "views_alignment"]
