@@ -16,6 +16,7 @@ import shutil
 import statistics
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save as to_safetensors
 
 import config
@@ -129,21 +130,23 @@ def run(folder):
 
     Returns run.json's content, the metrics, and the test score of the encoder that was the best on dev.
     """
-    device, begun = pick_device(config.DEVICE), None
-    if os.path.exists(os.path.join(folder, "run.json")):
-        try:
-            begun = read_run(folder)
-        except ValueError:
-            shutil.rmtree(folder)                                   # damaged: it begins again
-    if begun and (begun["settings"], begun["data"]) != (training_settings(), conditions(train.load_sentences(), device)):
-        begun = None
-    if not (begun and begun["finished"]):
-        config.RESUME = begun is not None and os.path.exists(os.path.join(folder, "state.safetensors"))
-        config.OVERWRITE = not config.RESUME
-        train.main()
-    encoder = SimCSEEncoder.from_pretrained(folder)
-    encoder.mlp_head.load_state_dict(load_file(os.path.join(folder, "head.safetensors")))
-    return read_run(folder), read_metrics(folder), evaluate_stsb(encoder.to(device), "test")
+    device, was_there = pick_device(config.DEVICE), os.path.exists(folder)
+    try:
+        begun = read_run(folder) if was_there else None
+        if begun and (begun["settings"], begun["data"]) != (training_settings(), conditions(train.load_sentences(), device)):
+            begun = None
+        if not (begun and begun["finished"]):
+            config.RESUME = begun is not None and os.path.exists(os.path.join(folder, "state.safetensors"))
+            config.OVERWRITE = not config.RESUME
+            train.main()
+        encoder = SimCSEEncoder.from_pretrained(folder)
+        encoder.mlp_head.load_state_dict(load_file(os.path.join(folder, "head.safetensors")))
+        return read_run(folder), read_metrics(folder), evaluate_stsb(encoder.to(device), "test")
+    except (OSError, ValueError, SafetensorError):
+        if not was_there:
+            raise
+        shutil.rmtree(folder)                                       # what an earlier run left there is damaged: it begins again
+        return run(folder)
 
 
 def summary(table, group, column):
@@ -197,16 +200,18 @@ def main():
     unknown = [name for name in groups if name not in VARIANTS]
     if unknown or not groups:
         raise ValueError(f"ONLY={config.ONLY} must name some of {', '.join(VARIANTS)}, with commas between")
-    missing = [folder for folder in RECIPES if "start" in groups and not local_folder(folder)]
-    for folder in missing:
-        print(f"the start {folder} is left out, as it isn't there: python pretrain.py MLM_FOLDER={folder} {RECIPES[folder]}")
     try:
         seeds = [int(seed) for seed in config.SEEDS.split(",")]
     except ValueError:
-        raise ValueError(f"SEEDS={config.SEEDS} must be whole numbers with commas between") from None
+        seeds = [-1]
+    if not all(0 <= seed < 2**32 for seed in seeds):
+        raise ValueError(f"SEEDS={config.SEEDS} must be whole numbers from 0 to 2**32 - 1 with commas between")
     idle = config.overridden & {"SEED", "RUN_NAME", "RESUME", "OVERWRITE"}
     if idle:
         raise ValueError(f"ablations.py sets {' and '.join(sorted(idle))} by itself: SEEDS= takes seeds, and a stopped run goes on")
+    missing = [folder for folder in RECIPES if "start" in groups and not local_folder(folder)]
+    for folder in missing:
+        print(f"the start {folder} is left out, as it isn't there: python pretrain.py MLM_FOLDER={folder} {RECIPES[folder]}")
     vars(config).update({name: value for name, value in SMALL.items() if name not in config.overridden})
     folder = config.results
     os.makedirs(folder, exist_ok=True)

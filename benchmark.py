@@ -130,10 +130,10 @@ def measure(contenders, folder, sentences):
     speeds, memory = {contender: [] for contender in contenders}, {}
     for turn in tqdm(range(ROUNDS + 1), desc=contenders[0][0], unit="round"):
         for contender, pipe in pipes.items():
-            pipe.send(sentences)
             try:
+                pipe.send(sentences)
                 speed, memory[contender] = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 raise ValueError(f"{', '.join(contender)} has failed; what it said is above") from None
             if turn:
                 speeds[contender].append(speed)

@@ -181,7 +181,7 @@ def help_text(script):
     """A script's knobs, each with its value and its comment above."""
     comments = dict(re.findall(r"^([A-Z_]+) = .*?# (.*)$", read(__file__), re.M))
     return "\n".join([f"usage: python {os.path.basename(script)} [NAME=value ...]", ""]
-                     + [f"  {name + '=' + str(globals()[name]):26} {comments[name]}" for name in knobs_of(script)])
+                     + [f"  {name + '=' + str(globals()[name]):32} {comments[name]}" for name in knobs_of(script)])
 
 
 def run(main, script):

@@ -69,7 +69,7 @@ def open_run(folder, data):
     Raises ValueError where the folder is taken and neither RESUME nor OVERWRITE says what to do with it.
     """
     name, settings = os.path.basename(folder), training_settings()
-    local = local_folder(config.INIT)
+    local = local_folder(config.INIT) if config.INIT != "random" else None
     init = os.path.abspath(local) if local else config.INIT
     if (os.path.realpath(init) + os.sep).startswith(os.path.realpath(folder) + os.sep):
         raise ValueError(f"INIT={config.INIT} lies in the folder of the run itself: choose another RUN_NAME")
@@ -98,9 +98,11 @@ def open_run(folder, data):
     elif config.RESUME:
         raise ValueError(f"there is no run {name} to resume")
     os.makedirs(folder, exist_ok=True)
+    if local and config.shown(init) != init:
+        init = os.path.join(".", config.shown(init))        # beside the scripts, wherever those are moved to
     versions = {module.__name__: module.__version__ for module in (torch, tokenizers, numpy)}
     write_json(os.path.join(folder, "run.json"), {
-        "settings": settings, "init": config.shown(init), "data": data, "finished": False, "seconds": 0.0,
+        "settings": settings, "init": init, "data": data, "finished": False, "seconds": 0.0,
         "versions": {"python": platform.python_version()} | versions,
         "platform": platform.platform()})
     return False

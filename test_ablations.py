@@ -170,7 +170,7 @@ def test_summary_is_mean_and_deviation(lab):
 
 
 @pytest.mark.parametrize("knobs, words", [({"ONLY": "dropuot"}, "dropuot.*dropout"), ({"ONLY": ""}, "must name"),
-                                          ({"SEEDS": "1;2"}, "whole numbers"), ({"SEEDS": "-1"}, "SEED must be")])
+                                          ({"SEEDS": "1;2"}, "whole numbers"), ({"SEEDS": "0,-1"}, "whole numbers")])
 def test_refused(lab, knobs, words):
     for name, value in knobs.items():
         setattr(config, name, value)
@@ -190,13 +190,23 @@ def test_a_start_that_is_not_shipped_is_left_out_by_name(lab, monkeypatch, capsy
     assert len(left_out) == 1 and left_out[0].endswith(f"python pretrain.py MLM_FOLDER={lab / 'plain'} CLS_WEIGHT=0")
 
 
-def test_a_damaged_run_begins_again(lab):
+@pytest.mark.parametrize("name, content", [("run.json", b'{"settin'), ("run.json", None), ("state.safetensors", b""), ("metrics.csv", None)])
+def test_a_damaged_run_begins_again(lab, monkeypatch, name, content):
     config.SEEDS, config.ONLY = "0", "head"
-    name = "head_head_in_training_only_0"
-    (lab / "checkpoints" / "ablations" / name).mkdir(parents=True)
-    (lab / "checkpoints" / "ablations" / name / "run.json").write_text('{"settin')
+    step, steps = train.train_step, []
+
+    def stopping(*arguments):
+        steps.append(1)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return step(*arguments)
+    monkeypatch.setattr(train, "train_step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        ablations.main()
+    path = lab / "checkpoints" / "ablations" / "head_head_in_training_only_0" / name
+    path.write_bytes(content) if content is not None else path.unlink()
     ablations.main()
-    assert len(table(lab)) == 2
+    assert len(table(lab)) == 2 and len(steps) == 6 + 20
 
 
 def test_knobs_that_the_lab_sets_itself_are_refused(lab, monkeypatch):

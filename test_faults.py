@@ -501,7 +501,13 @@ def test_a_run_is_evaluated_where_the_repository_was_moved_to(workshop):
     assert done.returncode == 0 and done.stdout.splitlines()[0].endswith(f"into {one}")
     os.rename(here, there)
     done = script("evaluate.py", cwd=there)
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:3]] == ["start: checkpoints/first", one]
+    first = os.path.join("checkpoints", "first")
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:3]] == [f"start: {first}", one]
+    (workshop / "checkpoints" / "first").mkdir(parents=True)                    # another of that name, where one happens to stand
+    assert script(os.path.join(there, "evaluate.py"), cwd=workshop).stdout == done.stdout
+    shutil.rmtree(there / "checkpoints" / "first")
+    gone = script("evaluate.py", cwd=there).stderr
+    assert gone.startswith(f"error: {there / first}") and "no such folder" in gone and gone.count("\n") == 1
 
 
 def test_too_little_memory_is_one_line(monkeypatch, capsys):

@@ -187,6 +187,7 @@ def main():
                 shown = now
             if step % config.EVAL_INTERVAL == 0 or step == steps:
                 spearman = score(step)
+                bar.set_postfix_str(f"{name} {spearman:.2f}", refresh=False)
             bar.update()
 
     best = max(rows[1:], key=rank)
