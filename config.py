@@ -172,6 +172,16 @@ def shown(path):
     return path.removeprefix(here + os.sep)
 
 
+def portable(path):
+    """A path to be kept in a file: from here, "./" first, where it lies beside the scripts, wherever those are moved to."""
+    return os.path.join(".", shown(path)) if shown(path) != path else path
+
+
+def located(kept):
+    """The path that `portable` kept; anything else, the name of an encoder on the Hub say, as it is."""
+    return os.path.join(here, os.path.normpath(kept)) if kept.startswith(".") else kept
+
+
 def first_line(error):
     """What an error says, in one line of at most 300 characters; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

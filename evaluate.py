@@ -178,9 +178,8 @@ def main():
         last = config.CHECKPOINT
     else:
         last = newest_run()
-        init = read_json(last, "run.json").get("init", "random")
-        start = os.path.join(config.here, os.path.normpath(init)) if init.startswith(".") else init
-        rows = {f"start: {config.shown(start)}": os.path.join(last, "start") if init == "random" else start, config.shown(last): last}
+        init = config.located(read_json(last, "run.json").get("init", "random"))
+        rows = {f"start: {config.shown(init)}": os.path.join(last, "start") if init == "random" else init, config.shown(last): last}
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
     # the start is pooled as the run is, and the run as it was trained, unless the shell says otherwise
     pooler = config.POOLER if "POOLER" in config.overridden else load_pooler(find(last))

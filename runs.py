@@ -98,11 +98,9 @@ def open_run(folder, data):
     elif config.RESUME:
         raise ValueError(f"there is no run {name} to resume")
     os.makedirs(folder, exist_ok=True)
-    if local and config.shown(init) != init:
-        init = os.path.join(".", config.shown(init))        # beside the scripts, wherever those are moved to
     versions = {module.__name__: module.__version__ for module in (torch, tokenizers, numpy)}
     write_json(os.path.join(folder, "run.json"), {
-        "settings": settings, "init": init, "data": data, "finished": False, "seconds": 0.0,
+        "settings": settings, "init": config.portable(init), "data": data, "finished": False, "seconds": 0.0,
         "versions": {"python": platform.python_version()} | versions,
         "platform": platform.platform()})
     return False
