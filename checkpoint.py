@@ -226,6 +226,20 @@ def load_weights(folder, shapes):
     return weights
 
 
+@torch.no_grad()
+def load_head(folder_or_hub_name, weights):
+    """Fill the tensors of a masked-language-model head, by BertForMaskedLM's names, from a checkpoint's model.safetensors.
+
+    Raises ValueError where the checkpoint has no such head, or one of another shape.
+    """
+    path = os.path.join(find(folder_or_hub_name), "model.safetensors")
+    stored = load_file(path)
+    for name, tensor in weights.items():
+        if name not in stored or stored[name].shape != tensor.shape:
+            raise ValueError(f"{path} has no weight {name} of shape {tuple(tensor.shape)}: it is no encoder of pretrain.py's")
+        tensor.copy_(stored[name])
+
+
 # ---------------------------------------------------------------------------- the tokenizer
 
 def wordpiece_tokenizer(vocab=None, lowercase=True, strip_accents=None, chinese=True):

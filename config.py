@@ -38,6 +38,7 @@ EVAL_INTERVAL = 50       # steps between two STS-B scores; the best one is kept
 
 # Pre-training (pretrain.py)
 PRETRAIN_CORPUS = ""     # .txt or .txt.gz, a paragraph a line, a blank line between articles; "" = data/sentences.txt
+MLM_INIT = ""            # encoder of pretrain.py's to go on from, with its own vocabulary and shape; "" = a new one
 MLM_FOLDER = "checkpoints/mlm_encoder"  # where the encoder goes; what a stopped run needs lies beside it, in .run
 BLOCK_SIZE = 64          # tokens that a span of sentences may fill, [CLS] and [SEP] included
 SENTENCE_RATE = 0.5      # share of the spans that are one sentence, as SimCSE will see them; BERT shortens 0.1

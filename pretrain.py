@@ -27,9 +27,9 @@ from model import SimCSEEncoder
 from runs import draw_curves, write_metrics
 
 # what a run keeps once it has started (MAX_TOKENS and CLS_SIF may change)
-RECIPE = ["N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE", "MASK_RATE",
-          "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "CLS_WEIGHT", "MLM_DROPOUT", "DROPOUT_SHARE", "HELD_OUT",
-          "WEIGHT_DECAY", "GRAD_CLIP", "SEED"]
+RECIPE = ["MLM_INIT", "N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE",
+          "MASK_RATE", "TOKENS_PER_STEP", "MLM_LEARNING_RATE", "WARMUP_TOKENS", "DECAY_SHARE", "CLS_WEIGHT", "MLM_DROPOUT",
+          "DROPOUT_SHARE", "HELD_OUT", "WEIGHT_DECAY", "GRAD_CLIP", "SEED"]
 EXAMPLES = ["the capital of france is [MASK] .", "she was born in [MASK] and studied at the university of london .",
             "the river flows [MASK] the sea .", "he played [MASK] for the national team ."]
 
@@ -149,14 +149,20 @@ def stsb(encoder):
 # ---------------------------------------------------------------------------- the run
 
 def build(tokenizer, corpus, device):
-    """A new encoder and its head, and the optimiser for both."""
+    """An encoder and its head, new or MLM_INIT's, and the optimiser for both."""
     torch.manual_seed(config.SEED)
-    encoder = SimCSEEncoder(tokenizer, config.N_LAYER, config.N_EMBD, config.N_HEAD, n_positions=config.N_POSITIONS,
-                            dropout=config.MLM_DROPOUT).to(device)
+    encoder = (SimCSEEncoder.from_pretrained(config.MLM_INIT, dropout=config.MLM_DROPOUT) if config.MLM_INIT else
+               SimCSEEncoder(tokenizer, config.N_LAYER, config.N_EMBD, config.N_HEAD, n_positions=config.N_POSITIONS,
+                             dropout=config.MLM_DROPOUT)).to(device)
+    if encoder.n_positions < config.N_POSITIONS:
+        raise ValueError(f"MLM_INIT={config.MLM_INIT} has {encoder.n_positions} positions: give N_POSITIONS={encoder.n_positions}")
     head = MaskedLanguageHead(encoder).to(device)
-    show_neighbours(encoder)
-    with torch.no_grad():                                       # the first guess: how frequent each token is
-        head.bias.copy_(frequencies(corpus, len(head.bias)).log())
+    if config.MLM_INIT:
+        checkpoint.load_head(config.MLM_INIT, head.weights())
+    else:
+        show_neighbours(encoder)
+        with torch.no_grad():                                   # the first guess: how frequent each token is
+            head.bias.copy_(frequencies(corpus, len(head.bias)).log())
     named = [(name, p) for module in (encoder, head) for name, p in module.named_parameters() if "mlp_head" not in name]
     # without decay: vectors, and positions, or those that few inputs reach would fade
     matrices = [p for name, p in named if p.dim() > 1 and "position" not in name]
@@ -172,16 +178,6 @@ def learning_rate(tokens):
     up = (tokens + config.TOKENS_PER_STEP) / (config.WARMUP_TOKENS + config.TOKENS_PER_STEP)
     down = (1 - tokens / config.MAX_TOKENS) / config.DECAY_SHARE if config.DECAY_SHARE else 1
     return config.MLM_LEARNING_RATE * max(0.0, min(1.0, up, down))
-
-
-def stream(corpus, articles, epoch, position):
-    """Endless batches, from a place in the text on: (epoch, position after the batch, batch of spans)."""
-    while True:
-        rng = np.random.default_rng([config.SEED, epoch])
-        groups = spans.batches(spans.pack(corpus, articles, rng), rng)
-        for position in range(position, len(groups)):
-            yield epoch, position + 1, groups[position]
-        epoch, position = epoch + 1, 0
 
 
 def save_state(path, encoder, head, optimizer, progress):
@@ -261,7 +257,7 @@ def train(encoder, head, optimizer, corpus, progress, run):
             left -= validation[-1][0].size
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    batches = stream(corpus, [i for i in articles if not spans.held_out(i)], progress["epoch"], progress["position"])
+    batches = spans.stream(corpus, [i for i in articles if not spans.held_out(i)], progress["epoch"], progress["position"])
     saved = clock = time.monotonic()
     encoder.train()
     with stop_signals() as stopped, tqdm(total=config.MAX_TOKENS, initial=progress["tokens"], unit=" tokens", unit_scale=True,
@@ -336,8 +332,10 @@ def main():
 
     save_encoder(config.MLM_FOLDER, encoder, head)
     keep_metrics(config.MLM_FOLDER, progress["history"])
+    settings = {name: getattr(config, name) for name in [*RECIPE, "CLS_SIF", "MAX_TOKENS"]}
+    settings |= {name: value for name in settings if (value := encoder.shape.get(name.lower()))}        # MLM_INIT brings its own
     checkpoint.write_json(os.path.join(config.MLM_FOLDER, "pretraining.json"), {
-        "settings": {name: getattr(config, name) for name in [*RECIPE, "CLS_SIF", "MAX_TOKENS"]}, **progress["history"][-1],
+        "settings": settings, **progress["history"][-1],
         "epochs": progress["epoch"], "corpus_sha256": str(corpus["made_of"]).split()[0]})
     print(f"the encoder is in {config.MLM_FOLDER}; what it fills in, likeliest first:")
     for sentence, tokens in zip(EXAMPLES, fill_masks(encoder, head, EXAMPLES)):

@@ -66,18 +66,24 @@ def prepare(folder, keep=False):
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first, or name a PRETRAIN_CORPUS=")
+    given = checkpoint.load_tokenizer(checkpoint.find(config.MLM_INIT)) if config.MLM_INIT else None
+    if given and [given.token_to_id(token) for token in checkpoint.SPECIAL_TOKENS] != list(range(N_SPECIAL)):
+        raise ValueError(f"MLM_INIT={config.MLM_INIT}: its vocabulary does not begin with {', '.join(checkpoint.SPECIAL_TOKENS)}, "
+                         "as that of an encoder made by pretrain.py does")
+    vocabulary = hashlib.sha256(given.to_str().encode()).hexdigest() if given else config.VOCAB_SIZE
     with open(path, "rb") as file:
-        made_of = f"{hashlib.sha256(file.read()).hexdigest()} {config.VOCAB_SIZE} {config.HELD_OUT}"
+        made_of = f"{hashlib.sha256(file.read()).hexdigest()} {vocabulary} {config.HELD_OUT}"
     if cached and str(cached["made_of"]) == made_of:
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
-    print(f"learning {config.VOCAB_SIZE:,} tokens from {path}, then applying them: minutes, once")
+    print(f"tokenising {path} as {config.MLM_INIT} does: minutes, once" if given else
+          f"learning {config.VOCAB_SIZE:,} tokens from {path}, then applying them: minutes, once")
     articles = read_articles(path)
     if len(articles) < 2:
         raise ValueError(f"{path} holds {len(articles)} articles or lines: too little to train on")
     if config.VOCAB_SIZE > 2**16:
         raise ValueError(f"VOCAB_SIZE={config.VOCAB_SIZE} is more than the 65,536 tokens that the cache can tell apart")
-    tokenizer = checkpoint.train_tokenizer([p for i, article in enumerate(articles) if not held_out(i) for p in article],
-                                           config.VOCAB_SIZE)
+    tokenizer = given or checkpoint.train_tokenizer([p for i, article in enumerate(articles) if not held_out(i) for p in article],
+                                                    config.VOCAB_SIZE)
     tokens, starts, firsts = tokenize(articles, tokenizer)
     corpus = {"tokens": tokens, "starts": starts, "firsts": firsts, "tokenizer": np.array(tokenizer.to_str()),
               "made_of": np.array(made_of)}
@@ -134,6 +140,16 @@ def batches(spans, rng):
         rows = max(1, config.TOKENS_PER_STEP // (group[0, 1] + 2))
         groups += [group[i:i + rows] for i in range(0, len(group), rows)]
     return [groups[i] for i in rng.permutation(len(groups))]
+
+
+def stream(corpus, articles, epoch, position):
+    """Endless batches, from a place in the text on: (epoch, position after the batch, batch of spans). Each epoch has its own."""
+    while True:
+        rng = np.random.default_rng([config.SEED, epoch])
+        groups = batches(pack(corpus, articles, rng), rng)
+        for position in range(position, len(groups)):
+            yield epoch, position + 1, groups[position]
+        epoch, position = epoch + 1, 0
 
 
 def rows_of(batch, tokens):

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save as to_safetensors
 
 import checkpoint
 import config
@@ -315,6 +316,50 @@ def test_a_killed_run_goes_on_to_the_same_bytes(folder, monkeypatch):
     assert (folder / "mlm" / "model.safetensors").read_bytes() == (folder / "whole" / "model.safetensors").read_bytes()
     ours, whole = ([row | {"hours": 0} for row in curves[str(folder / name)]] for name in ("mlm", "whole"))
     assert ours == whole and len(ours) == 2
+
+
+def test_going_on_from_an_encoder(folder, monkeypatch):
+    pretrain.main()
+    (folder / "other.txt").write_text(text(30).replace("king", "queen"), encoding="utf-8")
+    for name, value in {"MLM_INIT": str(folder / "mlm"), "MLM_FOLDER": str(folder / "more"), "N_EMBD": 32, "VOCAB_SIZE": 200,
+                        "PRETRAIN_CORPUS": str(folder / "other.txt")}.items():
+        monkeypatch.setattr(config, name, value)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="give N_POSITIONS=48"):
+        patched.setattr(config, "N_POSITIONS", 64)
+        pretrain.main()
+    tokenizer, corpus = spans.prepare(str(folder / "more.run"))
+    assert tokenizer.get_vocab() == checkpoint.load_tokenizer(str(folder / "mlm")).get_vocab()
+    encoder, head, _ = pretrain.build(tokenizer, corpus, torch.device("cpu"))
+    stored = load_file(folder / "mlm" / "model.safetensors")            # what transformers reads, see the test above
+    ours = {"bert." + checkpoint.hugging_face_name(name): tensor for name, tensor in encoder.state_dict().items()
+            if "mlp_head" not in name} | head.weights()
+    assert ours.keys() == stored.keys() and all(torch.equal(ours[name], stored[name].float()) for name in stored)
+    before = float(rows(folder / "mlm")[-1]["train_loss"])
+    pretrain.main()
+    assert float(rows(folder / "more")[0]["train_loss"]) < before                   # it has not begun again
+    settings = checkpoint.read_json(str(folder / "more"), "pretraining.json")["settings"]
+    assert (settings["MLM_INIT"], settings["N_EMBD"], settings["VOCAB_SIZE"]) == (str(folder / "mlm"), 64, len(tokenizer.get_vocab()))
+    monkeypatch.setattr(config, "RESUME", True)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="begun with MLM_INIT="):
+        patched.setattr(config, "MLM_INIT", "")
+        pretrain.main()
+
+
+def test_an_encoder_that_cannot_go_on(folder, monkeypatch):
+    pretrain.main()
+    weights = load_file(folder / "mlm" / "model.safetensors")
+    del weights["cls.predictions.bias"]
+    (folder / "mlm" / "model.safetensors").write_bytes(to_safetensors(weights))     # as train.py leaves it, with no head
+    monkeypatch.setattr(config, "MLM_FOLDER", str(folder / "more"))
+    monkeypatch.setattr(config, "MLM_INIT", str(folder / "mlm"))
+    with pytest.raises(ValueError, match="no weight cls.predictions.bias"):
+        pretrain.main()
+    vocab = (folder / "mlm" / "vocab.txt").read_text(encoding="utf-8").split("\n")
+    (folder / "mlm" / "tokenizer.json").unlink()
+    (folder / "mlm" / "vocab.txt").write_text("\n".join(vocab[5:9] + vocab[:5] + vocab[9:]), encoding="utf-8")
+    with pytest.raises(ValueError, match="its vocabulary does not begin with"):     # BERT-base's, say
+        pretrain.main()
+    assert not (folder / "more").exists()
 
 
 def test_what_is_there_is_not_lost_to_a_mistake(folder, monkeypatch):
