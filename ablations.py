@@ -106,7 +106,7 @@ def setup_of(variant):
     """What a row is of, seed apart: all knobs, as a string, and a fingerprint of them, the data and the starting encoder."""
     settings = [f"{name}={value}" for name, value in training_settings().items() if name != "SEED"]
     settings = " ".join(settings + [HEAD_IN_BOTH.replace(" ", "_")] * (variant == HEAD_IN_BOTH))
-    reads = fingerprints(train.load_sentences(), ("validation", "test"))
+    reads = fingerprints(train.load_sentences(), config.INIT, ("validation", "test"))
     return settings, hashlib.sha256(repr((settings, reads)).encode()).hexdigest()[:12]
 
 
@@ -133,7 +133,7 @@ def run(folder):
     device, was_there = pick_device(config.DEVICE), os.path.exists(folder)
     try:
         begun = read_run(folder) if was_there else None
-        if begun and (begun["settings"], begun["data"]) != (training_settings(), conditions(train.load_sentences(), device)):
+        if begun and (begun["settings"], begun["data"]) != (training_settings(), conditions(train.load_sentences(), config.INIT, device)):
             begun = None
         if not (begun and begun["finished"]):
             config.RESUME = begun is not None and os.path.exists(os.path.join(folder, "state.safetensors"))

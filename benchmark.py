@@ -114,8 +114,8 @@ def contend(pipe, knobs, contender, folder):
     for sentences in iter(pipe.recv, None):
         started = time.perf_counter()
         count = run(sentences)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         pipe.send((count / (time.perf_counter() - started), peak_memory()))
 
 

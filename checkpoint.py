@@ -36,25 +36,37 @@ def hugging_face_name(name):
 
 # ---------------------------------------------------------------------------- save
 
-def write_atomically(path, content):
-    """Write bytes to a file so that it is either the old one or the new one, whole, whatever happens meanwhile."""
-    temporary = path + ".tmp"
+def write_together(contents):
+    """Write files, a dict from path to bytes, all of them or, where one can't be written (a full disk, say), none."""
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for path, content in contents.items():
+            with open(path + ".tmp", "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in contents:
+            os.replace(path + ".tmp", path)
     except OSError as error:
         raise OSError(f"{path} can't be written: {error.strerror or error}") from None
     finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        for path in contents:
+            if os.path.exists(path + ".tmp"):
+                os.remove(path + ".tmp")
+
+
+def write_atomically(path, content):
+    """Write bytes to a file so that it is either the old one or the new one, whole, whatever happens meanwhile."""
+    write_together({path: content})
+
+
+def as_json(content):
+    """An object as JSON, in bytes."""
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def write_json(path, content):
     """Write an object as JSON, in one step."""
-    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_atomically(path, as_json(content))
 
 
 def save(folder, weights, shape, tokenizer, pooler, head=None):
@@ -62,35 +74,36 @@ def save(folder, weights, shape, tokenizer, pooler, head=None):
 
     weights: tensors by our names; shape: the arguments of SimCSEEncoder by our names; pooler: "cls" or "mean";
     head: masked-language-model weights by BertForMaskedLM's names, which make the folder one of those.
-    Every file is replaced in one step; a disk that fills up leaves the weights that were there.
+    A disk that fills up leaves the checkpoint that was there.
     """
     os.makedirs(os.path.join(folder, "1_Pooling"), exist_ok=True)
     vocab = tokenizer.get_vocab()
     normalizer = json.loads(tokenizer.to_str())["normalizer"] or {}
     module = "sentence_transformers.models."
-    write_json(os.path.join(folder, "config.json"), {
-        "model_type": "bert", "architectures": ["BertForMaskedLM" if head else "BertModel"], "hidden_act": "gelu",
-        **{theirs: shape[ours] for ours, theirs in SHAPE.items()}, "attention_probs_dropout_prob": shape["dropout"],
-        "pad_token_id": tokenizer.token_to_id("[PAD]")})
-    write_json(os.path.join(folder, "tokenizer_config.json"), {
-        "tokenizer_class": "BertTokenizer", "do_lower_case": normalizer.get("lowercase", False),
-        "strip_accents": normalizer.get("strip_accents"), "tokenize_chinese_chars": normalizer.get("handle_chinese_chars", True),
-        "model_max_length": shape["n_positions"],
-        **{token.strip("[]").lower() + "_token": token for token in SPECIAL_TOKENS}})
-    write_json(os.path.join(folder, "modules.json"), [
-        {"idx": 0, "name": "0", "path": "", "type": module + "Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": module + "Pooling"}])
-    write_json(os.path.join(folder, "sentence_bert_config.json"),
-               {"max_seq_length": shape["n_positions"], "do_lower_case": False})
-    write_json(os.path.join(folder, "1_Pooling", "config.json"), {
-        "word_embedding_dimension": shape["n_embd"], "pooling_mode_cls_token": pooler == "cls",
-        "pooling_mode_mean_tokens": pooler == "mean"})
-    write_atomically(os.path.join(folder, "tokenizer.json"), tokenizer.to_str().encode())
-    write_atomically(os.path.join(folder, "vocab.txt"), "".join(f"{t}\n" for t in sorted(vocab, key=vocab.get)).encode())
     prefix = "bert." if head else ""
     tensors = {prefix + hugging_face_name(name): tensor for name, tensor in weights.items()} | (head or {})
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(os.path.join(folder, "model.safetensors"), to_safetensors(tensors, metadata={"format": "pt"}))
+    contents = {
+        "config.json": as_json({
+            "model_type": "bert", "architectures": ["BertForMaskedLM" if head else "BertModel"], "hidden_act": "gelu",
+            **{theirs: shape[ours] for ours, theirs in SHAPE.items()}, "attention_probs_dropout_prob": shape["dropout"],
+            "pad_token_id": tokenizer.token_to_id("[PAD]")}),
+        "tokenizer_config.json": as_json({
+            "tokenizer_class": "BertTokenizer", "do_lower_case": normalizer.get("lowercase", False),
+            "strip_accents": normalizer.get("strip_accents"), "tokenize_chinese_chars": normalizer.get("handle_chinese_chars", True),
+            "model_max_length": shape["n_positions"],
+            **{token.strip("[]").lower() + "_token": token for token in SPECIAL_TOKENS}}),
+        "modules.json": as_json([
+            {"idx": 0, "name": "0", "path": "", "type": module + "Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": module + "Pooling"}]),
+        "sentence_bert_config.json": as_json({"max_seq_length": shape["n_positions"], "do_lower_case": False}),
+        "1_Pooling/config.json": as_json({
+            "word_embedding_dimension": shape["n_embd"], "pooling_mode_cls_token": pooler == "cls",
+            "pooling_mode_mean_tokens": pooler == "mean"}),
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "vocab.txt": "".join(f"{t}\n" for t in sorted(vocab, key=vocab.get)).encode(),
+        "model.safetensors": to_safetensors(tensors, metadata={"format": "pt"})}
+    write_together({os.path.join(folder, name): content for name, content in contents.items()})
 
 
 # ---------------------------------------------------------------------------- load
@@ -128,15 +141,12 @@ def find(folder_or_hub_name):
     try:
         files = [entry.rfilename for entry in HfApi().model_info(folder_or_hub_name, timeout=10).siblings]
         wanted = [name for name in files if name in FILES]
-        if "config.json" not in wanted:
-            raise FileNotFoundError(f"{folder_or_hub_name} on the Hub has no config.json: it is no checkpoint")
         if "model.safetensors" in wanted:
             wanted = [name for name in wanted if name != "pytorch_model.bin"]
-        return snapshot_download(folder_or_hub_name, allow_patterns=wanted, etag_timeout=10)
+        if "config.json" in wanted:
+            return snapshot_download(folder_or_hub_name, allow_patterns=wanted, etag_timeout=10)
     except errors.HFValidationError:
         raise FileNotFoundError(f"{folder_or_hub_name}: no such folder, nor a name that the Hub could have") from None
-    except FileNotFoundError:
-        raise
     except Exception as error:              # unreachable, too slow, refusing, cut off: the cache may still have it
         try:
             return snapshot_download(folder_or_hub_name, allow_patterns=FILES[:-1], local_files_only=True)
@@ -146,6 +156,7 @@ def find(folder_or_hub_name):
                                         "or a private one (then log in with: hf auth login)") from None
             raise OSError(f"{folder_or_hub_name} is no folder, and the Hub can't give it: {first_line(error)}; "
                           "try again later, set HF_ENDPOINT to a mirror, or name a local folder") from None
+    raise FileNotFoundError(f"{folder_or_hub_name} on the Hub has no config.json: it is no checkpoint")
 
 
 def load_shape(folder):

@@ -76,16 +76,15 @@ def stsb_name():
 
 
 @torch.no_grad()
-def encode_sentences(encoder, sentences, device=None, batch_size=None):
+def encode_sentences(encoder, sentences, device=None):
     """Embeddings of sentences in the order given, dropout off, MLP head off; the encoder's mode is put back afterwards.
 
-    device: default is where the encoder is; batch_size: default is 32 on a CPU, whose caches hold no more, else 512.
-    Returns a float32 numpy array (N, n_embd).
+    device: default is where the encoder is. Returns a float32 numpy array (N, n_embd).
     """
     if device is not None:
         encoder.to(device)
     device = encoder.token_embedding.weight.device
-    batch_size = batch_size or (32 if device.type == "cpu" else 512)
+    batch_size = 32 if device.type == "cpu" else 512                    # a CPU's caches hold no more
     idx, attention_mask = encoder.tokenize(sentences)
     lengths = attention_mask.sum(1)
     embeddings = torch.empty(len(sentences), encoder.token_embedding.embedding_dim)

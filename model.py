@@ -208,12 +208,12 @@ class SimCSEEncoder(nn.Module):
             idx[i, :len(row)], attention_mask[i, :len(row)] = row, True
         return idx, attention_mask
 
-    def save_pretrained(self, folder, dtype=torch.float32):
-        """Write a checkpoint folder in the Hugging Face BERT layout, weights in `dtype`; the MLP head is left out.
+    def save_pretrained(self, folder):
+        """Write a checkpoint folder in the Hugging Face BERT layout; the MLP head is left out.
 
-        Every file is replaced in one step: a save that fails leaves the checkpoint that was there.
+        A save that fails leaves the checkpoint that was there.
         """
-        weights = {name: tensor.to(dtype) for name, tensor in self.state_dict().items() if not name.startswith("mlp_head.")}
+        weights = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("mlp_head.")}
         checkpoint.save(folder, weights, self.shape, self.tokenizer, self.pooler)
 
     @classmethod

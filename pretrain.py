@@ -5,11 +5,9 @@ Papers: BERT (Devlin et al., 2018), section 3.1. Its task for [CLS], next-senten
 the words of the input, from [CLS] alone (Ma et al., 2024, "Drop your Decoder: Pre-training with Bag-of-Word Prediction").
 """
 
-import contextlib
 import io
 import math
 import os
-import signal
 import sys
 import time
 
@@ -24,7 +22,7 @@ import config
 import spans
 from evaluate import computes_in_bf16, measure, pick_device, stsb_name
 from model import SimCSEEncoder
-from runs import draw_curves, write_metrics
+from runs import draw_curves, stop_signals, write_metrics
 
 # what a run keeps once it has started (MAX_TOKENS and CLS_SIF may change)
 RECIPE = ["MLM_INIT", "N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE",
@@ -102,12 +100,6 @@ def predict(encoder, head, masked):
         return head(hidden[:, 1:], words).float(), targets, F.linear(hidden[:, 0], words, head.bias).float()
 
 
-def frequencies(corpus, vocab_size):
-    """The share of the corpus that each token of the vocabulary is, each counted once more so that none is 0. float32 (V,)."""
-    counts = np.bincount(corpus["tokens"], minlength=vocab_size) + 1
-    return torch.from_numpy(counts / counts.sum()).float()
-
-
 def bag_of_words_loss(logits, idx, weight):
     """Weighted mean -log p in nats of a span's tokens, wherever in it they stand, under the one distribution of its [CLS].
 
@@ -148,29 +140,40 @@ def stsb(encoder):
 
 # ---------------------------------------------------------------------------- the run
 
-def build(tokenizer, corpus, device):
-    """An encoder and its head, new or MLM_INIT's, and the optimiser for both."""
-    torch.manual_seed(config.SEED)
-    encoder = (SimCSEEncoder.from_pretrained(config.MLM_INIT, dropout=config.MLM_DROPOUT) if config.MLM_INIT else
-               SimCSEEncoder(tokenizer, config.N_LAYER, config.N_EMBD, config.N_HEAD, n_positions=config.N_POSITIONS,
-                             dropout=config.MLM_DROPOUT)).to(device)
+def given_encoder():
+    """MLM_INIT's encoder and head. Raises ValueError or OSError where it is not such as this script makes."""
+    encoder = SimCSEEncoder.from_pretrained(config.MLM_INIT, dropout=config.MLM_DROPOUT)
+    head = MaskedLanguageHead(encoder)
+    checkpoint.load_head(config.MLM_INIT, head.weights())
+    if [encoder.tokenizer.id_to_token(i) for i in range(spans.N_SPECIAL)] != checkpoint.SPECIAL_TOKENS:
+        raise ValueError(f"MLM_INIT={config.MLM_INIT}: its vocabulary does not begin with {', '.join(checkpoint.SPECIAL_TOKENS)}, "
+                         "as that of an encoder made by pretrain.py does")
     if encoder.n_positions < config.N_POSITIONS:
         raise ValueError(f"MLM_INIT={config.MLM_INIT} has {encoder.n_positions} positions: give N_POSITIONS={encoder.n_positions}")
-    head = MaskedLanguageHead(encoder).to(device)
-    if config.MLM_INIT:
-        checkpoint.load_head(config.MLM_INIT, head.weights())
-    else:
-        show_neighbours(encoder)
-        with torch.no_grad():                                   # the first guess: how frequent each token is
-            head.bias.copy_(frequencies(corpus, len(head.bias)).log())
+    return encoder, head
+
+
+def new_encoder(tokenizer, corpus):
+    """An untrained encoder and its head; their first guess of a hidden token is how frequent each one is."""
+    torch.manual_seed(config.SEED)
+    encoder = SimCSEEncoder(tokenizer, config.N_LAYER, config.N_EMBD, config.N_HEAD, n_positions=config.N_POSITIONS,
+                            dropout=config.MLM_DROPOUT)
+    head = MaskedLanguageHead(encoder)
+    show_neighbours(encoder)
+    with torch.no_grad():
+        head.bias.copy_(spans.frequencies(corpus, len(head.bias)).log())
+    return encoder, head
+
+
+def make_optimizer(encoder, head):
+    """AdamW over an encoder and its head, on the device where they are."""
     named = [(name, p) for module in (encoder, head) for name, p in module.named_parameters() if "mlp_head" not in name]
     # without decay: vectors, and positions, or those that few inputs reach would fade
     matrices = [p for name, p in named if p.dim() > 1 and "position" not in name]
     others = [p for name, p in named if not (p.dim() > 1 and "position" not in name)]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.WEIGHT_DECAY},
-                                   {"params": others, "weight_decay": 0.0}],
-                                  lr=config.MLM_LEARNING_RATE, betas=(0.9, 0.98), eps=1e-6, fused=device.type != "mps")
-    return encoder, head, optimizer
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": config.WEIGHT_DECAY},
+                              {"params": others, "weight_decay": 0.0}],
+                             lr=config.MLM_LEARNING_RATE, betas=(0.9, 0.98), eps=1e-6, fused=matrices[0].device.type != "mps")
 
 
 def learning_rate(tokens):
@@ -180,27 +183,37 @@ def learning_rate(tokens):
     return config.MLM_LEARNING_RATE * max(0.0, min(1.0, up, down))
 
 
-def save_state(path, encoder, head, optimizer, progress):
+def save_state(path, encoder, head, optimizer, corpus, progress):
     """Write all that a stopped run needs, in one step. No generator's state: every step draws from a seed of its own."""
     buffer = io.BytesIO()
-    torch.save({"recipe": {name: getattr(config, name) for name in RECIPE}, "encoder": encoder.state_dict(),
-                "head": head.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}, buffer)
+    torch.save({"recipe": {name: getattr(config, name) for name in RECIPE}, "text": str(corpus["made_of"]),
+                "shape": encoder.shape, "encoder": encoder.state_dict(), "head": head.state_dict(),
+                "optimizer": optimizer.state_dict(), "progress": progress}, buffer)
     checkpoint.write_atomically(path, buffer.getvalue())
 
 
-def load_state(path, encoder, head, optimizer):
-    """Put a stopped run's state in place; returns its progress. Raises ValueError where it is damaged or another recipe's."""
+def load_state(path, tokenizer, corpus, device):
+    """A stopped run's encoder, head, optimiser and progress.
+
+    Raises ValueError where the state is damaged, of another recipe, or of another text than the corpus.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        recipe, text, shape = state["recipe"], state["text"], state["shape"]
     except Exception as error:          # zipfile and pickle each raise their own for a damaged file
-        raise ValueError(f"{path} can't be read: {config.first_line(error)}") from None
+        raise ValueError(f"{path} can't be read ({config.first_line(error)}): begin again with OVERWRITE=True") from None
     for name in RECIPE:
-        if state["recipe"].get(name, getattr(config, name)) != getattr(config, name):
-            raise ValueError(f"{path} was begun with {name}={state['recipe'][name]}, now it is {getattr(config, name)}")
+        if recipe[name] != getattr(config, name):
+            raise ValueError(f"{path} was begun with {name}={recipe[name]}, now it is {getattr(config, name)}")
+    if text != str(corpus["made_of"]):
+        raise ValueError(f"{path} is of another text than tokens.npz beside it: begin again with OVERWRITE=True")
+    encoder = SimCSEEncoder(tokenizer, **shape).to(device)
+    head = MaskedLanguageHead(encoder).to(device)
     encoder.load_state_dict(state["encoder"])
     head.load_state_dict(state["head"])
+    optimizer = make_optimizer(encoder, head)
     optimizer.load_state_dict(state["optimizer"])
-    return state["progress"]
+    return encoder, head, optimizer, state["progress"]
 
 
 def save_encoder(folder, encoder, head):
@@ -228,18 +241,6 @@ def fill_masks(encoder, head, sentences):
     return [[encoder.tokenizer.id_to_token(i) for i in row] for row in logits.topk(5).indices.tolist()]
 
 
-@contextlib.contextmanager
-def stop_signals():
-    """A list that fills when the process is told to stop (Ctrl-C, kill), so that the step at hand can be finished."""
-    received = []
-    before = {number: signal.signal(number, lambda *_: received.append(True)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def train(encoder, head, optimizer, corpus, progress, run):
     """Train from `progress` on until MAX_TOKENS or a signal, keeping the state in the folder `run`; returns whether it is done.
 
@@ -247,17 +248,10 @@ def train(encoder, head, optimizer, corpus, progress, run):
     validation, and a row of metrics for each validation.
     """
     vocab_size, device = encoder.shape["vocab_size"], encoder.token_embedding.weight.device
-    weight = (1 / (1 + frequencies(corpus, vocab_size) / config.CLS_SIF)).to(device)            # a / (a + p), 1 for inf
-    articles = range(len(corpus["firsts"]) - 1)
-    rng = np.random.default_rng([config.SEED, 2**32])           # always the same text under the same masks
-    validation, left = [], config.VALIDATION_TOKENS
-    for batch in spans.batches(spans.pack(corpus, [i for i in articles if spans.held_out(i)], rng), rng):
-        if left > 0:
-            validation.append(spans.mask(spans.rows_of(batch, corpus["tokens"]), rng, vocab_size))
-            left -= validation[-1][0].size
-
+    weight = (1 / (1 + spans.frequencies(corpus, vocab_size) / config.CLS_SIF)).to(device)            # a / (a + p), 1 for inf
+    validation = spans.validation(corpus, vocab_size)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    batches = spans.stream(corpus, [i for i in articles if not spans.held_out(i)], progress["epoch"], progress["position"])
+    batches = spans.stream(corpus, progress["epoch"], progress["position"])
     saved = clock = time.monotonic()
     encoder.train()
     with stop_signals() as stopped, tqdm(total=config.MAX_TOKENS, initial=progress["tokens"], unit=" tokens", unit_scale=True,
@@ -296,11 +290,11 @@ def train(encoder, head, optimizer, corpus, progress, run):
                        "rate": rate, "train_loss": float(np.mean(progress["losses"])), "loss": held_out_loss,
                        "accuracy": accuracy, **stsb(encoder)}
                 progress.update(losses=[], history=[*progress["history"], row])
-                bar.write("  ".join(f"{name} {value:.5g}" for name, value in row.items() if value is not None))
+                bar.write("  ".join(f"{name} {value:.5g}" for name, value in row.items() if value is not None) + f"  ({stsb_name()})")
                 keep_metrics(run, progress["history"])
                 save_encoder(os.path.join(run, "latest"), encoder, head)            # to try it while the run goes on
             if stopped or done or now - saved >= 60 * config.SAVE_MINUTES:
-                save_state(os.path.join(run, "state.pt"), encoder, head, optimizer, progress)
+                save_state(os.path.join(run, "state.pt"), encoder, head, optimizer, corpus, progress)
                 saved = now
     return progress["tokens"] >= config.MAX_TOKENS
 
@@ -315,16 +309,19 @@ def main():
         raise ValueError(f"there is no run in {run} to resume")
     if os.path.exists(os.path.join(config.MLM_FOLDER, "config.json")) and not (config.RESUME or config.OVERWRITE):
         raise ValueError(f"{config.MLM_FOLDER} holds an encoder: name another folder with MLM_FOLDER=, or replace it with OVERWRITE=True")
+    given = given_encoder() if config.MLM_INIT and not config.RESUME else None      # refused, if it is, before anything is changed
     os.makedirs(run, exist_ok=True)
-    tokenizer, corpus = spans.prepare(run, keep=config.RESUME)
-    encoder, head, optimizer = build(tokenizer, corpus, device)
-    if os.path.exists(state) and not config.RESUME:
-        os.remove(state)
-    progress = {"tokens": 0, "step": 0, "epoch": 0, "position": 0, "seconds": 0.0, "losses": [], "history": []}
+    tokenizer, corpus = spans.prepare(run, given and given[0].tokenizer, keep=config.RESUME)
     if config.RESUME:
-        progress = load_state(state, encoder, head, optimizer)
+        encoder, head, optimizer, progress = load_state(state, tokenizer, corpus, device)
         if config.MAX_TOKENS < progress["tokens"] and (not progress["history"] or progress["history"][-1]["tokens"] < progress["tokens"]):
             raise ValueError(f"{run} has read {progress['tokens']:,} tokens already, which is more than MAX_TOKENS={config.MAX_TOKENS:,}")
+    else:
+        encoder, head = (module.to(device) for module in given or new_encoder(tokenizer, corpus))
+        optimizer = make_optimizer(encoder, head)
+        progress = {"tokens": 0, "step": 0, "epoch": 0, "position": 0, "seconds": 0.0, "losses": [], "history": []}
+        if os.path.exists(state):
+            os.remove(state)
     print(f"{len(corpus['tokens']):,} tokens of text, {sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
           f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {config.MLM_FOLDER}")
     if not train(encoder, head, optimizer, corpus, progress, run):
@@ -333,10 +330,12 @@ def main():
     save_encoder(config.MLM_FOLDER, encoder, head)
     keep_metrics(config.MLM_FOLDER, progress["history"])
     settings = {name: getattr(config, name) for name in [*RECIPE, "CLS_SIF", "MAX_TOKENS"]}
-    settings |= {name: value for name in settings if (value := encoder.shape.get(name.lower()))}        # MLM_INIT brings its own
+    if config.MLM_INIT:                                         # which brought its shape
+        settings |= {name: encoder.shape[name.lower()] for name in ("N_LAYER", "N_EMBD", "N_HEAD", "VOCAB_SIZE")}
+        settings["MLM_INIT"] = config.portable(config.MLM_INIT)
     checkpoint.write_json(os.path.join(config.MLM_FOLDER, "pretraining.json"), {
-        "settings": settings, **progress["history"][-1],
-        "epochs": progress["epoch"], "corpus_sha256": str(corpus["made_of"]).split()[0]})
+        "settings": settings, **progress["history"][-1], "epochs": progress["epoch"],
+        "corpus_sha256": str(corpus["made_of"]).split()[0]})
     print(f"the encoder is in {config.MLM_FOLDER}; what it fills in, likeliest first:")
     for sentence, tokens in zip(EXAMPLES, fill_masks(encoder, head, EXAMPLES)):
         print(f"  {sentence:70} {' '.join(tokens)}")

@@ -1,5 +1,6 @@
 """Run folders: where a training run keeps its settings, metrics, curves, and what it needs to go on after a stop."""
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -7,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 
 import matplotlib
 import numpy
@@ -29,12 +31,15 @@ def training_settings():
     return {name: getattr(config, name) for name in names if name not in ("DEVICE", "RUN_NAME", "OVERWRITE", "RESUME")}
 
 
-def fingerprints(sentences, splits=("validation",)):
-    """SHA-256, by name, of what a run reads: the sentences, splits of STS-B, and the files of the encoder that INIT names."""
+def fingerprints(sentences, init, splits=("validation",)):
+    """SHA-256, by name, of what a run reads: the sentences, splits of STS-B, and the files of its starting encoder.
+
+    init: that encoder's folder, name on the Hub, or "random".
+    """
     stsb = [(sentences1, sentences2, scores.tolist()) for sentences1, sentences2, scores in map(load_sts_b, splits)]
     digests = {"corpus": hashlib.sha256("\n".join(sentences).encode()), "stsb": hashlib.sha256(repr(stsb).encode()),
                "init": hashlib.sha256()}
-    folder = find(config.INIT) if config.INIT != "random" else ""
+    folder = find(init) if init != "random" else ""
     for path in (os.path.join(folder, name) for name in FILES if folder):
         if os.path.exists(path):
             with open(path, "rb") as file:
@@ -42,10 +47,10 @@ def fingerprints(sentences, splits=("validation",)):
     return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
-def conditions(sentences, device):
+def conditions(sentences, init, device):
     """What the outcome of a run depends on beside its settings: what it reads, and what it computes on. A dict."""
     # sums come out differently when they are split differently
-    return fingerprints(sentences) | {"threads": torch.get_num_threads(), "device": device.type}
+    return fingerprints(sentences, init) | {"threads": torch.get_num_threads(), "device": device.type}
 
 
 def run_folder(name):
@@ -62,17 +67,17 @@ def read_run(folder):
     return run
 
 
-def open_run(folder, data):
+def open_run(folder, init, data):
     """Make the folder of a new run, or see whether a stopped one can go on. Returns whether it has a state to go on from.
 
-    data: what its outcome depends on beside the settings, written to run.json with them and the versions.
+    init: its starting encoder; data: what its outcome depends on beside the settings; both go to run.json with the versions.
     Raises ValueError where the folder is taken and neither RESUME nor OVERWRITE says what to do with it.
     """
     name, settings = os.path.basename(folder), training_settings()
-    local = local_folder(config.INIT) if config.INIT != "random" else None
-    init = os.path.abspath(local) if local else config.INIT
+    local = local_folder(init) if init != "random" else None
+    init = os.path.abspath(local) if local else init
     if (os.path.realpath(init) + os.sep).startswith(os.path.realpath(folder) + os.sep):
-        raise ValueError(f"INIT={config.INIT} lies in the folder of the run itself: choose another RUN_NAME")
+        raise ValueError(f"INIT={init} lies in the folder of the run itself: choose another RUN_NAME")
     if os.path.exists(os.path.join(folder, "run.json")):
         run = read_run(folder)
         if config.RESUME:
@@ -109,6 +114,18 @@ def open_run(folder, data):
 def update_run(folder, **news):
     """Add to run.json."""
     write_json(os.path.join(folder, "run.json"), read_run(folder) | news)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """A list that fills when the process is told to stop (Ctrl-C, kill), so that the step at hand can be finished."""
+    received = []
+    before = {number: signal.signal(number, lambda *_: received.append(True)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def random_source(device):

@@ -8,6 +8,7 @@ import os
 import zlib
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -49,8 +50,10 @@ def tokenize(articles, tokenizer):
     return np.concatenate(tokens), np.array(starts), np.array(firsts)
 
 
-def prepare(folder, keep=False):
-    """The tokenizer and the tokens of the corpus, made once and kept in `folder`; keep: whatever the corpus is by now.
+def prepare(folder, tokenizer=None, keep=False):
+    """The tokenizer, which is learned where none is given, and the tokens of the corpus, made once and kept in `folder`.
+
+    keep: those that are there, whatever the corpus is by now.
 
     Raises ValueError or OSError where the corpus can't be used.
     """
@@ -66,24 +69,20 @@ def prepare(folder, keep=False):
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first, or name a PRETRAIN_CORPUS=")
-    given = checkpoint.load_tokenizer(checkpoint.find(config.MLM_INIT)) if config.MLM_INIT else None
-    if given and [given.token_to_id(token) for token in checkpoint.SPECIAL_TOKENS] != list(range(N_SPECIAL)):
-        raise ValueError(f"MLM_INIT={config.MLM_INIT}: its vocabulary does not begin with {', '.join(checkpoint.SPECIAL_TOKENS)}, "
-                         "as that of an encoder made by pretrain.py does")
-    vocabulary = hashlib.sha256(given.to_str().encode()).hexdigest() if given else config.VOCAB_SIZE
+    vocabulary = hashlib.sha256(tokenizer.to_str().encode()).hexdigest() if tokenizer else config.VOCAB_SIZE
+    if (tokenizer.get_vocab_size() if tokenizer else config.VOCAB_SIZE) > 2**16:
+        raise ValueError("a vocabulary of more than the 65,536 tokens that the cache can tell apart: VOCAB_SIZE must be smaller")
     with open(path, "rb") as file:
         made_of = f"{hashlib.sha256(file.read()).hexdigest()} {vocabulary} {config.HELD_OUT}"
     if cached and str(cached["made_of"]) == made_of:
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
-    print(f"tokenising {path} as {config.MLM_INIT} does: minutes, once" if given else
+    print(f"tokenising {path} with the vocabulary of the encoder it goes on from: minutes, once" if tokenizer else
           f"learning {config.VOCAB_SIZE:,} tokens from {path}, then applying them: minutes, once")
     articles = read_articles(path)
     if len(articles) < 2:
         raise ValueError(f"{path} holds {len(articles)} articles or lines: too little to train on")
-    if config.VOCAB_SIZE > 2**16:
-        raise ValueError(f"VOCAB_SIZE={config.VOCAB_SIZE} is more than the 65,536 tokens that the cache can tell apart")
-    tokenizer = given or checkpoint.train_tokenizer([p for i, article in enumerate(articles) if not held_out(i) for p in article],
-                                                    config.VOCAB_SIZE)
+    tokenizer = tokenizer or checkpoint.train_tokenizer([p for i, article in enumerate(articles) if not held_out(i) for p in article],
+                                                        config.VOCAB_SIZE)
     tokens, starts, firsts = tokenize(articles, tokenizer)
     corpus = {"tokens": tokens, "starts": starts, "firsts": firsts, "tokenizer": np.array(tokenizer.to_str()),
               "made_of": np.array(made_of)}
@@ -91,6 +90,12 @@ def prepare(folder, keep=False):
     np.savez(buffer, **corpus)
     checkpoint.write_atomically(cache, buffer.getvalue())
     return tokenizer, corpus
+
+
+def frequencies(corpus, vocab_size):
+    """The share of the corpus that each token of the vocabulary is, each counted once more so that none is 0. float32 (V,)."""
+    counts = np.bincount(corpus["tokens"], minlength=vocab_size) + 1
+    return torch.from_numpy(counts / counts.sum()).float()
 
 
 def held_out(article):
@@ -142,8 +147,12 @@ def batches(spans, rng):
     return [groups[i] for i in rng.permutation(len(groups))]
 
 
-def stream(corpus, articles, epoch, position):
-    """Endless batches, from a place in the text on: (epoch, position after the batch, batch of spans). Each epoch has its own."""
+def stream(corpus, epoch, position):
+    """Endless batches of all articles but the held-out ones, from a place in the text on.
+
+    Yields the epoch, the position in it after the batch, and the batch of spans; each epoch has its own spans and order.
+    """
+    articles = [i for i in range(len(corpus["firsts"]) - 1) if not held_out(i)]
     while True:
         rng = np.random.default_rng([config.SEED, epoch])
         groups = batches(pack(corpus, articles, rng), rng)
@@ -173,3 +182,14 @@ def mask(idx, rng, vocab_size):
     hidden = idx.copy()
     np.put_along_axis(hidden, places, np.where(chance < 0.8, MASK, others), 1)
     return hidden, places, targets
+
+
+def validation(corpus, vocab_size):
+    """Masked batches of about VALIDATION_TOKENS tokens of the held-out articles: always the same text under the same masks."""
+    rng = np.random.default_rng([config.SEED, 2**32])
+    masked, left = [], config.VALIDATION_TOKENS
+    for batch in batches(pack(corpus, [i for i in range(len(corpus["firsts"]) - 1) if held_out(i)], rng), rng):
+        if left > 0:
+            masked.append(mask(rows_of(batch, corpus["tokens"]), rng, vocab_size))
+            left -= masked[-1][0].size
+    return masked

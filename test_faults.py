@@ -110,12 +110,12 @@ def test_a_fingerprint_sees_the_middle_of_the_data(workshop):
     lines = ["sentence1,sentence2,score", *(f"a {i},b {i},{i % 6}" for i in range(1500))]
     path.write_text("\n".join(lines) + "\n")
     sentences = train.load_sentences()
-    before = runs.fingerprints(sentences)
+    before = runs.fingerprints(sentences, config.INIT)
     lines[700] = "a 699,b 699,0.5"
     path.write_text("\n".join(lines) + "\n")
-    now = runs.fingerprints(sentences)
+    now = runs.fingerprints(sentences, config.INIT)
     assert {name for name in now if now[name] != before[name]} == {"stsb"}
-    assert runs.fingerprints([*sentences[:40], "another", *sentences[41:]])["corpus"] != now["corpus"]
+    assert runs.fingerprints([*sentences[:40], "another", *sentences[41:]], config.INIT)["corpus"] != now["corpus"]
 
 
 def test_a_run_is_not_lost_to_a_mistake(workshop):
@@ -210,17 +210,26 @@ def test_non_finite_loss_stops_with_step_and_rate(workshop, monkeypatch):
 
 
 def test_disk_full_leaves_the_checkpoint_that_was_there(workshop, monkeypatch):
-    encoder = train.starting_encoder(sample_sentences())
-    encoder.save_pretrained(workshop / "ck")
+    train.starting_encoder(sample_sentences()).save_pretrained(workshop / "ck")
     before = contents(workshop / "ck")
-    torch.nn.init.ones_(encoder.token_embedding.weight)
+    config.VOCAB_SIZE, config.N_EMBD, config.POOLER = 150, 16, "mean"
+    encoder, written = train.starting_encoder(sample_sentences()), []       # every file of it is another one
+    sync = os.fsync
 
     def full(descriptor):
-        raise OSError(28, "No space left on device")
+        written.append(descriptor)
+        if len(written) == room:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        encoder.save_pretrained(workshop / "ck")
-    assert contents(workshop / "ck") == before                          # no half of a file, no temporary one
+    for room in range(1, len(before) + 1):
+        written.clear()
+        with pytest.raises(OSError, match="No space left"):
+            encoder.save_pretrained(workshop / "ck")
+        assert contents(workshop / "ck") == before                      # no half of a file, no temporary one
+    room = 0
+    encoder.save_pretrained(workshop / "ck")
+    assert contents(workshop / "ck").keys() == before.keys() and contents(workshop / "ck") != before
 
 
 # ---------------------------------------------------------------------------- what can be wrong

@@ -4,6 +4,7 @@ import csv
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def test_masking_follows_bert(monkeypatch):
 @pytest.fixture
 def model(folder):
     tokenizer, corpus = spans.prepare(str(folder))
-    encoder, head, optimizer = pretrain.build(tokenizer, corpus, torch.device("cpu"))
+    encoder, head = pretrain.new_encoder(tokenizer, corpus)
     return encoder, head, corpus
 
 
@@ -189,7 +190,7 @@ def test_bag_of_words_loss_by_hand():
 def test_a_cls_that_says_nothing_guesses_the_weighted_frequencies(folder):
     """With all-zero [CLS] the distribution is frequency x weight, the best single guess: its loss is the entropy of that."""
     corpus = {"tokens": np.array([5, 5, 5, 6, 6, 7], np.uint16)}
-    p = pretrain.frequencies(corpus, 8).double()
+    p = spans.frequencies(corpus, 8).double()
     assert p.tolist() == pytest.approx([1 / 14] * 5 + [4 / 14, 3 / 14, 2 / 14])
     weight = 0.1 / (0.1 + p)
     idx = torch.tensor([[0, *[t for t, n in enumerate((1, 1, 1, 1, 1, 4, 3, 2)) for _ in range(n)], 0]])      # drawn as p says
@@ -324,42 +325,71 @@ def test_going_on_from_an_encoder(folder, monkeypatch):
     for name, value in {"MLM_INIT": str(folder / "mlm"), "MLM_FOLDER": str(folder / "more"), "N_EMBD": 32, "VOCAB_SIZE": 200,
                         "PRETRAIN_CORPUS": str(folder / "other.txt")}.items():
         monkeypatch.setattr(config, name, value)
-    with monkeypatch.context() as patched, pytest.raises(ValueError, match="give N_POSITIONS=48"):
-        patched.setattr(config, "N_POSITIONS", 64)
-        pretrain.main()
-    tokenizer, corpus = spans.prepare(str(folder / "more.run"))
-    assert tokenizer.get_vocab() == checkpoint.load_tokenizer(str(folder / "mlm")).get_vocab()
-    encoder, head, _ = pretrain.build(tokenizer, corpus, torch.device("cpu"))
+    encoder, head = pretrain.given_encoder()
     stored = load_file(folder / "mlm" / "model.safetensors")            # what transformers reads, see the test above
     ours = {"bert." + checkpoint.hugging_face_name(name): tensor for name, tensor in encoder.state_dict().items()
             if "mlp_head" not in name} | head.weights()
     assert ours.keys() == stored.keys() and all(torch.equal(ours[name], stored[name].float()) for name in stored)
-    before = float(rows(folder / "mlm")[-1]["train_loss"])
     pretrain.main()
-    assert float(rows(folder / "more")[0]["train_loss"]) < before                   # it has not begun again
+    assert float(rows(folder / "more")[0]["train_loss"]) < float(rows(folder / "mlm")[-1]["train_loss"])        # not begun again
+    for name in ("tokenizer.json", "vocab.txt", "config.json"):
+        assert (folder / "more" / name).read_bytes() == (folder / "mlm" / name).read_bytes()
     settings = checkpoint.read_json(str(folder / "more"), "pretraining.json")["settings"]
-    assert (settings["MLM_INIT"], settings["N_EMBD"], settings["VOCAB_SIZE"]) == (str(folder / "mlm"), 64, len(tokenizer.get_vocab()))
+    assert (settings["N_EMBD"], settings["VOCAB_SIZE"]) == (64, encoder.shape["vocab_size"])
+
+
+def test_a_stopped_run_that_went_on_from_an_encoder_goes_on_without_it(folder, monkeypatch):
+    monkeypatch.setattr(config, "MAX_TOKENS", 2_000)
+    pretrain.main()
+    for name, value in {"MLM_INIT": str(folder / "mlm"), "MLM_FOLDER": str(folder / "whole"), "N_EMBD": 32}.items():
+        monkeypatch.setattr(config, name, value)
+    pretrain.main()
+    monkeypatch.setattr(config, "MLM_FOLDER", str(folder / "more"))
+    monkeypatch.setattr(config, "SAVE_MINUTES", 0.0)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(pretrain, "validate", lambda *_: 1 / 0)         # dies at the end, with the state of the step before
+        pretrain.main()
     monkeypatch.setattr(config, "RESUME", True)
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="begun with MLM_INIT="):
         patched.setattr(config, "MLM_INIT", "")
         pretrain.main()
+    shutil.rmtree(folder / "mlm")
+    pretrain.main()
+    assert (folder / "more" / "model.safetensors").read_bytes() == (folder / "whole" / "model.safetensors").read_bytes()
+
+
+def test_a_run_is_not_resumed_over_the_tokens_of_another(folder, monkeypatch):
+    monkeypatch.setattr(config, "MAX_TOKENS", 1_000)
+    pretrain.main()
+    (folder / "corpus.txt").write_text(text(30), encoding="utf-8")
+    spans.prepare(str(folder / "mlm.run"))                              # a new run that got no further than its tokens
+    monkeypatch.setattr(config, "RESUME", True)
+    with pytest.raises(ValueError, match="is of another text than tokens.npz.*OVERWRITE=True"):
+        pretrain.main()
 
 
 def test_an_encoder_that_cannot_go_on(folder, monkeypatch):
+    monkeypatch.setattr(config, "MAX_TOKENS", 1_000)
     pretrain.main()
-    weights = load_file(folder / "mlm" / "model.safetensors")
-    del weights["cls.predictions.bias"]
-    (folder / "mlm" / "model.safetensors").write_bytes(to_safetensors(weights))     # as train.py leaves it, with no head
-    monkeypatch.setattr(config, "MLM_FOLDER", str(folder / "more"))
-    monkeypatch.setattr(config, "MLM_INIT", str(folder / "mlm"))
-    with pytest.raises(ValueError, match="no weight cls.predictions.bias"):
+    before = (folder / "mlm.run" / "tokens.npz").read_bytes()
+    monkeypatch.setattr(config, "OVERWRITE", True)
+    monkeypatch.setattr(config, "PRETRAIN_CORPUS", str(folder / "gone.txt"))
+    shutil.copytree(folder / "mlm", folder / "given")
+    monkeypatch.setattr(config, "MLM_INIT", str(folder / "given"))
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="give N_POSITIONS=48"):
+        patched.setattr(config, "N_POSITIONS", 64)
         pretrain.main()
-    vocab = (folder / "mlm" / "vocab.txt").read_text(encoding="utf-8").split("\n")
-    (folder / "mlm" / "tokenizer.json").unlink()
-    (folder / "mlm" / "vocab.txt").write_text("\n".join(vocab[5:9] + vocab[:5] + vocab[9:]), encoding="utf-8")
+    vocab = (folder / "given" / "vocab.txt").read_text(encoding="utf-8").split("\n")
+    (folder / "given" / "tokenizer.json").unlink()
+    (folder / "given" / "vocab.txt").write_text("\n".join(vocab[5:9] + vocab[:5] + vocab[9:]), encoding="utf-8")
     with pytest.raises(ValueError, match="its vocabulary does not begin with"):     # BERT-base's, say
         pretrain.main()
-    assert not (folder / "more").exists()
+    weights = load_file(folder / "given" / "model.safetensors")
+    del weights["cls.predictions.bias"]
+    (folder / "given" / "model.safetensors").write_bytes(to_safetensors(weights))   # as train.py leaves it, with no head
+    with pytest.raises(ValueError, match="no weight cls.predictions.bias"):
+        pretrain.main()
+    assert (folder / "mlm.run" / "state.pt").exists() and (folder / "mlm.run" / "tokens.npz").read_bytes() == before
 
 
 def test_what_is_there_is_not_lost_to_a_mistake(folder, monkeypatch):

@@ -58,15 +58,15 @@ def batches(idx, attention_mask, device):
     and None for the mask where nothing is padded.
     """
     lengths = attention_mask.sum(1)
-    idx, attention_mask = idx.to(device), attention_mask.to(device)         # once: a step copies nothing but row numbers
+    idx, attention_mask = idx.to(device), attention_mask.to(device)         # once, as are row numbers: a step copies nothing
     for epoch in range(config.EPOCHS):
         random = torch.Generator().manual_seed(config.SEED + epoch)
         order = torch.randperm(len(idx), generator=random)[:len(idx) // config.BATCH_SIZE * config.BATCH_SIZE]
         order = order[lengths[order].argsort(stable=True)].view(-1, config.BATCH_SIZE)
-        for rows in order[torch.randperm(len(order), generator=random)]:
-            shortest, longest = lengths[rows].min().item(), lengths[rows].max().item()
-            rows = rows.to(device, non_blocking=True)
-            yield idx[rows, :longest], attention_mask[rows, :longest] if shortest < longest else None
+        order = order[torch.randperm(len(order), generator=random)]                         # (steps, B) row numbers
+        shortest, longest = (ends.tolist() for ends in lengths[order].aminmax(dim=1))
+        for rows, low, high in zip(order.to(device), shortest, longest):
+            yield idx[rows, :high], attention_mask[rows, :high] if low < high else None
 
 
 def learning_rate(step, steps):
@@ -138,7 +138,7 @@ def main():
           f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {config.shown(folder)}")
 
     done, rows, losses = 0, [], []
-    if open_run(folder, conditions(sentences, device)):
+    if open_run(folder, config.INIT, conditions(sentences, config.INIT, device)):
         done = load_state(folder, encoder, optimizer, device)
         rows = read_metrics(folder, done)
     elif config.INIT == "random":
