@@ -52,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(server.fault)
         path = urllib.parse.unquote(self.path.partition("?")[0])
         api, file = API.fullmatch(path), FILE.fullmatch(path)
+        if server.fault == "down again" and (file or (api and api["what"])):     # all but the first question
+            return self.answer(500)
         found = api or file
         repo = found["repo"] if found else ""
         repo = repo if repo.startswith(("datasets/", "models/")) else "models/" + repo
@@ -110,8 +112,9 @@ class Handler(BaseHTTPRequestHandler):
 def serve(repos, fault=None, log=None):
     """Serve repositories, {"datasets/owner/name" or "models/owner/name": {path: bytes}}, and yield the URL.
 
-    `fault` is None, an HTTP status that everything is answered with, "slow" (no answer at all), or "cut" (the first
-    download of more than 1,000 bytes breaks off in the middle). `log` is a list that gets (method, path, Range header) of
+    `fault` is None, an HTTP status that everything is answered with, "slow" (no answer at all), "down again" (status
+    500 to all but the question what a repository holds), or "cut" (the first download of more than 1,000 bytes breaks off in the
+    middle). `log` is a list that gets (method, path, Range header) of
     each request.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -397,11 +397,13 @@ def test_bert_from_the_hub(folder, tmp_path_factory):
     repos = {"models/tiny/bert": {name: data for name, data in contents(folder).items()} | {"pytorch_model.bin": b"unwanted"}}
     log = []
     with serve(repos, log=log) as url, serve(repos, "cut") as cut, serve(repos, 429) as busy, serve(repos, 500) as broken, \
-            serve(repos, 401) as private, serve({}) as empty, serve(repos, "slow") as slow:
+            serve(repos, 401) as private, serve({}) as empty, serve(repos, "slow") as slow, \
+            serve(repos, "down again") as down:
         tries = {"fetched": ask_hub(FIND, url, home / "a"), "cut": ask_hub(FIND, cut, home / "b"),
                  "429": ask_hub(FIND, busy, home / "c"), "500": ask_hub(FIND, broken, home / "d"),
                  "private": ask_hub(FIND, private, home / "e"), "none": ask_hub(FIND, empty, home / "f")}
-        tries |= {"slow": ask_hub(FIND, slow, home / "g"), "offline, empty cache": ask_hub(FIND, url, home / "h", HF_HUB_OFFLINE="1")}
+        tries |= {"down again": ask_hub(FIND, down, home / "i"), "slow": ask_hub(FIND, slow, home / "g"),
+                  "offline, empty cache": ask_hub(FIND, url, home / "h", HF_HUB_OFFLINE="1")}
         results = {name: (*process.communicate(timeout=100), process.returncode) for name, process in tries.items()}
     # the same again, now that nobody listens there any more
     tries = {"cache, no Hub": ask_hub(FIND, url, home / "a"), "cache, offline": ask_hub(FIND, url, home / "a", HF_HUB_OFFLINE="1")}
@@ -409,8 +411,8 @@ def test_bert_from_the_hub(folder, tmp_path_factory):
     for name in ("fetched", "cut", "cache, no Hub", "cache, offline"):
         assert results[name][0] == "32\n" and results[name][2] == 0, (name, results[name])
     assert not [path for _, path, _ in log if path.endswith(".bin")]    # safetensors is there: no need for the pickle
-    for name, words in {"429": "429", "500": "500", "private": "private", "none": "no such model on the Hub", "slow": "timed out",
-                        "offline, empty cache": "HF_HUB_OFFLINE"}.items():
+    for name, words in {"429": "429", "500": "500", "down again": "try again later", "private": "private",
+                        "none": "no such model on the Hub", "slow": "timed out", "offline, empty cache": "HF_HUB_OFFLINE"}.items():
         last = results[name][1].strip().splitlines()[-1]
         assert results[name][2] == 1 and last.startswith(("OSError: tiny/bert", "FileNotFoundError: tiny/bert")), (name, results[name])
         assert words in last, (name, last)
