@@ -29,9 +29,10 @@ from runs import conditions, fingerprints, plt, read_metrics, read_run, save_fig
 
 HEAD_IN_BOTH = "head in both"
 # encoders that are not shipped: the knobs of pretrain.py that make them
-VALLEY, PLAIN, MOMENT, HALF = (f"checkpoints/mlm_{name}" for name in ("valley", "plain", "moment", "half"))
+VALLEY, PLAIN, MOMENT, HALF, TWICE = (f"checkpoints/mlm_{name}" for name in ("valley", "plain", "moment", "half", "twice"))
 RECIPES = {VALLEY: "CLS_WEIGHT=0 MAX_TOKENS=300_000 DECAY_SHARE=0 DROPOUT_SHARE=0", PLAIN: "CLS_WEIGHT=0 MAX_TOKENS=2_000_000",
-           MOMENT: "MAX_TOKENS=800_000", HALF: "MAX_TOKENS=10_250_000"}
+           MOMENT: "MAX_TOKENS=800_000", HALF: "MAX_TOKENS=10_250_000",
+           TWICE: "MLM_INIT=checkpoints/mlm_encoder SEED=43 MAX_TOKENS=21_000_000 DECAY_SHARE=0.1 DROPOUT_SHARE=0.1"}
 SMALL = {"MAX_SENTENCES": 4_000, "EVAL_INTERVAL": 10}        # unless the shell says otherwise: the best score comes early
 # group -> variant -> the knobs in which it differs from the others
 VARIANTS = {
@@ -50,7 +51,8 @@ VARIANTS = {
     "batch": {f"N = {n}": {"BATCH_SIZE": n} for n in (32, 64, 128, 256)},
     "start": {"random weights": {"INIT": "random"}, "[CLS] in its valley": {"INIT": VALLEY},
               "pre-trained, [CLS] without a task": {"INIT": PLAIN},
-              "pre-trained for a moment": {"INIT": MOMENT}, "pre-trained on half the tokens": {"INIT": HALF}, "pre-trained": {}},
+              "pre-trained for a moment": {"INIT": MOMENT}, "pre-trained on half the tokens": {"INIT": HALF}, "pre-trained": {},
+              "pre-trained on twice the tokens": {"INIT": TWICE}},
 }
 METRICS = ["alignment", "uniformity", "length", "views_loss", "views_alignment"]
 TABLE = ["group", "variant", "seed", "dev_start", "dev_best", "dev_last", "test_best", "step_best", "step_last",
@@ -166,7 +168,8 @@ def draw_group(table, group, folder):
                       [spread for _, spread, _ in found.values()], fmt="o", capsize=3, label=title)
     for x, (mean, _, _) in enumerate(summary(table, group, "dev_start").values()):
         axis.hlines(mean, x - 0.42, x + 0.42, colors="black", linestyles="dashed", label="dev, before training" if x == 0 else None)
-    axis.set_xticks(range(len(found)), found.keys(), rotation=20 if len(found) > 5 else 0)
+    many = {"rotation": 20, "ha": "right", "rotation_mode": "anchor"} if len(found) > 5 else {}
+    axis.set_xticks(range(len(found)), found.keys(), **many)
     axis.set(title=group, ylabel=f"Spearman x 100 ({stsb_name()})")
     axis.grid(axis="y", alpha=0.3)
     figure.legend(fontsize="small", ncols=4, loc="outside lower center")
