@@ -37,7 +37,7 @@ def hugging_face_name(name):
 # ---------------------------------------------------------------------------- save
 
 def write_together(contents):
-    """Write files, a dict from path to bytes, all of them or, where one can't be written (a full disk, say), none."""
+    """Write files, a dict from path to bytes: none of them is replaced before all are on the disk, which may be full."""
     try:
         for path, content in contents.items():
             with open(path + ".tmp", "wb") as file:

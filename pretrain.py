@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+import zipfile
 
 import numpy as np
 import torch
@@ -142,7 +143,7 @@ def stsb(encoder):
 
 def given_encoder():
     """MLM_INIT's encoder and head. Raises ValueError or OSError where it is not such as this script makes."""
-    encoder = SimCSEEncoder.from_pretrained(config.MLM_INIT, dropout=config.MLM_DROPOUT)
+    encoder = SimCSEEncoder.from_pretrained(config.MLM_INIT, "cls", config.MLM_DROPOUT)
     head = MaskedLanguageHead(encoder)
     checkpoint.load_head(config.MLM_INIT, head.weights())
     if [encoder.tokenizer.id_to_token(i) for i in range(spans.N_SPECIAL)] != checkpoint.SPECIAL_TOKENS:
@@ -198,22 +199,24 @@ def load_state(path, tokenizer, corpus, device):
     Raises ValueError where the state is damaged, of another recipe, or of another text than the corpus.
     """
     try:
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():                                  # torch.load does not look whether a bit has changed
+                raise ValueError("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        recipe, text, shape = state["recipe"], state["text"], state["shape"]
-    except Exception as error:          # zipfile and pickle each raise their own for a damaged file
-        raise ValueError(f"{path} can't be read ({config.first_line(error)}): begin again with OVERWRITE=True") from None
-    for name in RECIPE:
-        if recipe[name] != getattr(config, name):
-            raise ValueError(f"{path} was begun with {name}={recipe[name]}, now it is {getattr(config, name)}")
-    if text != str(corpus["made_of"]):
-        raise ValueError(f"{path} is of another text than tokens.npz beside it: begin again with OVERWRITE=True")
-    encoder = SimCSEEncoder(tokenizer, **shape).to(device)
-    head = MaskedLanguageHead(encoder).to(device)
-    encoder.load_state_dict(state["encoder"])
-    head.load_state_dict(state["head"])
-    optimizer = make_optimizer(encoder, head)
-    optimizer.load_state_dict(state["optimizer"])
-    return encoder, head, optimizer, state["progress"]
+        for name in RECIPE:
+            if state["recipe"][name] != getattr(config, name):
+                raise ValueError(f"it was begun with {name}={state['recipe'][name]}, now it is {getattr(config, name)}")
+        if state["text"] != str(corpus["made_of"]):
+            raise ValueError("it is of another text than tokens.npz beside it")
+        encoder = SimCSEEncoder(tokenizer, **state["shape"]).to(device)
+        head = MaskedLanguageHead(encoder).to(device)
+        encoder.load_state_dict(state["encoder"])
+        head.load_state_dict(state["head"])
+        optimizer = make_optimizer(encoder, head)
+        optimizer.load_state_dict(state["optimizer"])
+        return encoder, head, optimizer, state["progress"]
+    except Exception as error:          # zipfile, pickle and torch each raise their own for a damaged file
+        raise ValueError(f"{path} can't be resumed ({config.first_line(error)}); OVERWRITE=True begins again") from None
 
 
 def save_encoder(folder, encoder, head):
@@ -314,8 +317,8 @@ def main():
     tokenizer, corpus = spans.prepare(run, given and given[0].tokenizer, keep=config.RESUME)
     if config.RESUME:
         encoder, head, optimizer, progress = load_state(state, tokenizer, corpus, device)
-        if config.MAX_TOKENS < progress["tokens"] and (not progress["history"] or progress["history"][-1]["tokens"] < progress["tokens"]):
-            raise ValueError(f"{run} has read {progress['tokens']:,} tokens already, which is more than MAX_TOKENS={config.MAX_TOKENS:,}")
+        if config.MAX_TOKENS <= progress["tokens"] and (not progress["history"] or progress["history"][-1]["tokens"] < progress["tokens"]):
+            raise ValueError(f"{run} has read {progress['tokens']:,} tokens already, and MAX_TOKENS={config.MAX_TOKENS:,} asks for no more")
     else:
         encoder, head = (module.to(device) for module in given or new_encoder(tokenizer, corpus))
         optimizer = make_optimizer(encoder, head)

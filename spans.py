@@ -65,6 +65,8 @@ def prepare(folder, tokenizer=None, keep=False):
         if keep:
             raise ValueError(f"{cache} can't be read ({config.first_line(error)}): begin again with OVERWRITE=True") from None
         cached = None               # it is made anew
+    if keep and config.MLM_INIT and not cached:
+        raise FileNotFoundError(f"there is no {cache} any more: begin again with OVERWRITE=True")
     if cached and keep:
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
     if not os.path.isfile(path):

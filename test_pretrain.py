@@ -4,6 +4,7 @@ import csv
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -364,7 +365,26 @@ def test_a_run_is_not_resumed_over_the_tokens_of_another(folder, monkeypatch):
     (folder / "corpus.txt").write_text(text(30), encoding="utf-8")
     spans.prepare(str(folder / "mlm.run"))                              # a new run that got no further than its tokens
     monkeypatch.setattr(config, "RESUME", True)
-    with pytest.raises(ValueError, match="is of another text than tokens.npz.*OVERWRITE=True"):
+    with pytest.raises(ValueError, match="of another text than tokens.npz.*OVERWRITE=True"):
+        pretrain.main()
+
+
+def test_a_damaged_state_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(config, "MAX_TOKENS", 1_000)
+    pretrain.main()
+    monkeypatch.setattr(config, "RESUME", True)
+    path, rng = folder / "mlm.run" / "state.pt", random.Random(0)
+    whole = path.read_bytes()
+    weights = whole.index(torch.load(path, weights_only=True)["encoder"]["token_embedding.weight"].numpy().tobytes())
+    for at in (weights + 1000, *(rng.randrange(len(whole)) for _ in range(40))):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1:])
+        try:
+            pretrain.main()                                             # a bit that nobody reads
+            assert at != weights + 1000
+        except ValueError as error:
+            assert re.match(r".*state.pt can't be resumed \(.*\); OVERWRITE=True begins again$", str(error))
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="state.pt can't be resumed"):
         pretrain.main()
 
 
@@ -409,7 +429,7 @@ def test_what_is_there_is_not_lost_to_a_mistake(folder, monkeypatch):
     monkeypatch.setattr(config, "OVERWRITE", False)
     monkeypatch.setattr(config, "RESUME", True)
     pretrain.main()                                         # finished: the encoder is written once more
-    with monkeypatch.context() as patched, pytest.raises(ValueError, match="more than MAX_TOKENS=500"):
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="MAX_TOKENS=500 asks for no more"):
         progress = torch.load(folder / "mlm.run" / "state.pt", weights_only=True)
         progress["progress"]["history"] = []                # as it is before the first validation
         torch.save(progress, folder / "mlm.run" / "state.pt")
