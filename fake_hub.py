@@ -114,8 +114,7 @@ def serve(repos, fault=None, log=None):
 
     `fault` is None, an HTTP status that everything is answered with, "slow" (no answer at all), "down again" (status
     500 to all but the question what a repository holds), or "cut" (the first download of more than 1,000 bytes breaks off in the
-    middle). `log` is a list that gets (method, path, Range header) of
-    each request.
+    middle). `log` is a list that gets (method, path, Range header) of each request.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -251,7 +251,7 @@ def train(encoder, head, optimizer, corpus, progress, run):
     validation, and a row of metrics for each validation.
     """
     vocab_size, device = encoder.shape["vocab_size"], encoder.token_embedding.weight.device
-    weight = (1 / (1 + spans.frequencies(corpus, vocab_size) / config.CLS_SIF)).to(device)            # a / (a + p), 1 for inf
+    weight = (1 / (1 + spans.frequencies(corpus, vocab_size) / config.CLS_SIF)).to(device)      # a / (a + p), 1 for inf
     validation = spans.validation(corpus, vocab_size)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     batches = spans.stream(corpus, progress["epoch"], progress["position"])

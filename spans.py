@@ -53,9 +53,7 @@ def tokenize(articles, tokenizer):
 def prepare(folder, tokenizer=None, keep=False):
     """The tokenizer, which is learned where none is given, and the tokens of the corpus, made once and kept in `folder`.
 
-    keep: those that are there, whatever the corpus is by now.
-
-    Raises ValueError or OSError where the corpus can't be used.
+    keep: those that are there, whatever the corpus is by now. Raises ValueError or OSError where the corpus can't be used.
     """
     path = config.PRETRAIN_CORPUS or os.path.join(config.data, "sentences.txt")
     cache = os.path.join(folder, "tokens.npz")
@@ -65,10 +63,10 @@ def prepare(folder, tokenizer=None, keep=False):
         if keep:
             raise ValueError(f"{cache} can't be read ({config.first_line(error)}): begin again with OVERWRITE=True") from None
         cached = None               # it is made anew
-    if keep and config.MLM_INIT and not cached:
-        raise FileNotFoundError(f"there is no {cache} any more: begin again with OVERWRITE=True")
     if cached and keep:
         return Tokenizer.from_str(str(cached["tokenizer"])), cached
+    if keep and config.MLM_INIT:    # its vocabulary can't be learned again from the corpus
+        raise FileNotFoundError(f"there is no {cache} any more: begin again with OVERWRITE=True")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first, or name a PRETRAIN_CORPUS=")
     vocabulary = hashlib.sha256(tokenizer.to_str().encode()).hexdigest() if tokenizer else config.VOCAB_SIZE

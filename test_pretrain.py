@@ -354,6 +354,12 @@ def test_a_stopped_run_that_went_on_from_an_encoder_goes_on_without_it(folder, m
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="begun with MLM_INIT="):
         patched.setattr(config, "MLM_INIT", "")
         pretrain.main()
+    tokens = folder / "more.run" / "tokens.npz"
+    tokens.rename(folder / "kept.npz")
+    with pytest.raises(FileNotFoundError, match="no .*tokens.npz any more"):
+        pretrain.main()
+    assert not tokens.exists()
+    (folder / "kept.npz").rename(tokens)
     shutil.rmtree(folder / "mlm")
     pretrain.main()
     assert (folder / "more" / "model.safetensors").read_bytes() == (folder / "whole" / "model.safetensors").read_bytes()
