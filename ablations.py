@@ -16,6 +16,8 @@ import shutil
 import statistics
 
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save as to_safetensors
 
@@ -25,10 +27,10 @@ from checkpoint import local_folder, write_atomically
 from config import first_line
 from evaluate import evaluate_stsb, measure, pick_device, stsb_name
 from model import SimCSEEncoder, alignment_and_uniformity, simcse_loss
-from runs import conditions, fingerprints, plt, read_metrics, read_run, save_figure, training_settings, write_table
+from runs import conditions, fingerprints, read_metrics, read_run, save_figure, training_settings, write_table
 
 HEAD_IN_BOTH = "head in both"
-# encoders that are not shipped: the knobs of pretrain.py that make them
+# encoders that ablations.py does without where they are not there: the knobs of pretrain.py that make them
 VALLEY, PLAIN, MOMENT, HALF, TWICE = (f"checkpoints/mlm_{name}" for name in ("valley", "plain", "moment", "half", "twice"))
 RECIPES = {VALLEY: "CLS_WEIGHT=0 MAX_TOKENS=300_000 DECAY_SHARE=0 DROPOUT_SHARE=0", PLAIN: "CLS_WEIGHT=0 MAX_TOKENS=2_000_000",
            MOMENT: "MAX_TOKENS=800_000", HALF: "MAX_TOKENS=10_250_000",
@@ -161,7 +163,8 @@ def summary(table, group, column):
 
 def draw_group(table, group, folder):
     """A group's scores as points with their spread over the seeds, and a line where the start was on dev."""
-    figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+    axis = figure.subplots()
     for i, (column, title) in enumerate(TITLES.items()):
         found = summary(table, group, column)
         axis.errorbar([x + 0.2 * (i - 1) for x in range(len(found))], [mean for mean, _, _ in found.values()],
@@ -178,8 +181,8 @@ def draw_group(table, group, folder):
 
 def draw_paths(table, steps, folder):
     """The paper's Figure 2, how alignment and uniformity move during training, mean over the seeds; and what the views do."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained", sharex=True)
-    for axis, column, pairs in zip(axes, ("alignment", "views_alignment"), ("pairs scored above 4", "the two views")):
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    for axis, column, pairs in zip(figure.subplots(1, 2, sharex=True), ("alignment", "views_alignment"), ("pairs scored above 4", "the two views")):
         for color, size, (variant, label) in zip(("tab:blue", "tab:red", "tab:orange"), (9, 7, 4), PATHS.items()):
             runs = [(row["setup"], row["seed"]) for row in table if (row["group"], row["variant"]) == ("dropout", variant)]
             rows = [row for row in steps if (row["setup"], row["seed"]) in runs]
@@ -193,7 +196,7 @@ def draw_paths(table, steps, folder):
                 axis.plot(*points[0], "k*", markersize=11)
         axis.set(xlabel=f"uniformity, {stsb_name()} dev (lower is better)", ylabel="alignment (lower is better)",
                  title=f"alignment of {pairs}, from the star on")
-        axis.xaxis.set_major_locator(plt.MaxNLocator(6))
+        axis.xaxis.set_major_locator(MaxNLocator(6))
         axis.legend()
     save_figure(figure, os.path.join(folder, "figure2.png"))
 

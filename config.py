@@ -11,7 +11,7 @@ CORPUS = "auto"          # sentences: auto, wikitext (the chapter's), wiki1m (th
 STSB = "auto"            # STS-B: auto, hub, sample (shipped, no benchmark), or a folder of CSV files
 MAX_SENTENCES = 100_000  # sentences kept for training; chapter 100,000, paper 1,000,000
 
-# Encoder (chapter 3's shape; only read when INIT=random, a checkpoint brings its own)
+# Encoder (chapter 3's shape; for pretrain.py and for INIT=random: a checkpoint brings its own)
 N_LAYER = 6              # Transformer blocks; BERT-base has 12
 N_EMBD = 256             # width of the hidden states and of the embedding; BERT-base has 768
 N_HEAD = 8               # attention heads; must divide N_EMBD
@@ -31,7 +31,7 @@ BATCH_SIZE = 64          # sentences a step; each has BATCH_SIZE - 1 negatives; 
 EPOCHS = 1               # passes over the corpus; chapter 3, paper 1
 LEARNING_RATE = 2e-4     # AdamW's peak rate; chapter 5e-5, paper 3e-5 for BERT-base
 WEIGHT_DECAY = 0.01      # AdamW, on weight matrices only
-WARMUP_RATIO = 0.1       # share of the steps that the rate climbs, before it falls linearly to 0
+WARMUP_RATIO = 0.1       # share of the steps over which the rate climbs, before it falls linearly to 0
 GRAD_CLIP = 1.0          # largest gradient norm; the paper's code
 MAX_SEQ_LEN = 10         # tokens a training sentence keeps, [CLS] and [SEP] included; the paper's code and the chapter 32
 EVAL_INTERVAL = 50       # steps between two STS-B scores; the best one is kept
@@ -169,7 +169,7 @@ def knobs_of(script):
 
 
 def shown(path):
-    """A path as one would type it: short where it lies beside the scripts, from where every knob understands it."""
+    """A path as one would type it: relative to the scripts where it lies beside them."""
     return path.removeprefix(here + os.sep)
 
 
@@ -214,7 +214,7 @@ def run(main, script):
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate", str(error)):
+        if not isinstance(error, MemoryError) and not re.search("out of memory|not enough memory|can't allocate", str(error)):
             raise
         print(f"error: not enough memory ({first_line(error)}): a smaller batch or encoder needs less", file=sys.stderr)
         sys.exit(1)

@@ -89,13 +89,13 @@ def encode_sentences(encoder, sentences, device=None):
     lengths = attention_mask.sum(1)
     embeddings = torch.empty(len(sentences), encoder.token_embedding.embedding_dim)
     was_training = encoder.training
-    encoder.eval()
+    encoder.eval()                                                      # dropout off
     try:
         for rows in lengths.argsort(stable=True).split(batch_size):     # sentences of one length waste no padding
             if len(rows):
                 T, padded = lengths[rows[-1]], bool(lengths[rows[0]] < lengths[rows[-1]])
                 mask = attention_mask[rows, :T].to(device) if padded else None
-                embeddings[rows] = encoder.encode(idx[rows, :T].to(device), mask).float().cpu()
+                embeddings[rows] = encoder.encode(idx[rows, :T].to(device), mask, project=False).float().cpu()     # head off
     finally:
         encoder.train(was_training)
     return embeddings.numpy()
@@ -173,15 +173,15 @@ def print_table(rows):
 def main():
     device = pick_device(config.DEVICE)
     if config.CHECKPOINT:
-        rows = {config.CHECKPOINT: config.CHECKPOINT}
-        last = config.CHECKPOINT
+        last = find(config.CHECKPOINT)
+        rows = {config.CHECKPOINT: last}
     else:
         last = newest_run()
         init = config.located(read_json(last, "run.json").get("init", "random"))
         rows = {f"start: {config.shown(init)}": os.path.join(last, "start") if init == "random" else init, config.shown(last): last}
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
     # the start is pooled as the run is, and the run as it was trained, unless the shell says otherwise
-    pooler = config.POOLER if "POOLER" in config.overridden else load_pooler(find(last))
+    pooler = config.POOLER if "POOLER" in config.overridden else load_pooler(last)
     table = []
     for name, folder in rows.items():
         result = measure(SimCSEEncoder.from_pretrained(folder, pooler=pooler), config.SPLIT, device)

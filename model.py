@@ -55,8 +55,8 @@ def alignment_and_uniformity(z1, z2, t=2.0):
 def dropout(x, rate):
     """Set each element to 0 with probability `rate` in [0, 1), and scale the others up so that the mean stays. Any shape.
 
-    F.dropout on the CPU draws a number an element, one after another: a fifth of a training step. Here 64 random bits serve
-    eight elements, a byte each: the rate is rounded to 1/256 (0.1 to 26/256), and the scale is 1 / (1 - that).
+    F.dropout on the CPU draws one random number per element, serially: a fifth of a training step. Here one 64-bit draw serves
+    eight elements, a byte each, so the rate is rounded to a multiple of 1/256 (0.1 to 26/256), and the scale is 1 / (1 - that).
     """
     if rate == 0:
         return x
@@ -79,12 +79,12 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(n_embd, n_embd)
         self.output = nn.Linear(n_embd, n_embd)
 
-    def forward(self, x, readers, mask, rate):
-        """x: (B, T, C); readers: (B, R, C), the rows of x that look; mask: (B, 1, 1, T), False at [PAD]. Returns (B, R, C)."""
+    def forward(self, x, rows, mask, rate):
+        """x: (B, T, C); rows: (B, R, C), the rows of x that ask; mask: (B, 1, 1, T), False at [PAD]. Returns (B, R, C)."""
         def heads(states):
             return states.view(*states.shape[:2], self.n_head, -1).transpose(1, 2)     # (B, T, C) -> (B, n_head, T, C / n_head)
 
-        q, k, v = heads(self.query(readers)), heads(self.key(x)), heads(self.value(x))
+        q, k, v = heads(self.query(rows)), heads(self.key(x)), heads(self.value(x))
         # softmax(q k^T / sqrt(C / n_head)) v, with dropout on the softmax and no weight on [PAD]
         if x.device.type == "cpu":          # written out: for our dropout, and as fast or faster up to 64 tokens
             scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5                       # (B, n_head, R, T)
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
             y = dropout(scores.softmax(-1), rate) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate)
-        return self.output(y.transpose(1, 2).reshape(readers.shape))
+        return self.output(y.transpose(1, 2).reshape(rows.shape))
 
 
 class Block(nn.Module):
@@ -106,9 +106,9 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(n_inner, n_embd)
         self.ffn_norm = nn.LayerNorm(n_embd, eps)
 
-    def forward(self, x, readers, mask, rate):
-        """x: (B, T, C); readers: (B, R, C), the rows of x whose new states are wanted. Returns those, (B, R, C)."""
-        x = self.attention_norm(readers + dropout(self.attention(x, readers, mask, rate), rate))
+    def forward(self, x, rows, mask, rate):
+        """x: (B, T, C); rows: (B, R, C), those of x whose new states are wanted, x itself for all. Returns (B, R, C)."""
+        x = self.attention_norm(rows + dropout(self.attention(x, rows, mask, rate), rate))
         return self.ffn_norm(x + dropout(self.ffn_out(F.gelu(self.ffn_in(x))), rate))
 
 
@@ -174,18 +174,18 @@ class SimCSEEncoder(nn.Module):
         x = dropout(self.embedding_norm(x), rate)
         for block in self.blocks[:-1]:
             x = block(x, x, mask, rate)
-        readers = x if wanted is None else x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[2]))      # (B, R, C)
-        return self.blocks[-1](x, readers, mask, rate)
+        rows = x if wanted is None else x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[2]))      # (B, R, C)
+        return self.blocks[-1](x, rows, mask, rate)
 
     def encode(self, idx, attention_mask, project=False):
         """Sentence embeddings. idx, attention_mask: (B, T); project: through the MLP head (training only). Returns (B, C)."""
-        hidden = self(idx, attention_mask, torch.zeros_like(idx[:, :1]) if self.pooler == "cls" else None)     # (B, 1 or T, C)
         if self.pooler == "cls":
-            embedding = hidden[:, 0]
-        elif attention_mask is None:
-            embedding = hidden.mean(1)
+            first = torch.zeros_like(idx[:, :1])                    # the last block is computed for [CLS] alone
+            embedding = self(idx, attention_mask, first)[:, 0]      # (B, 1, C) -> (B, C)
         else:
-            mask = attention_mask.unsqueeze(-1).to(hidden.dtype)    # (B, T, 1)
+            hidden = self(idx, attention_mask)                      # (B, T, C)
+            mask = torch.ones_like(idx) if attention_mask is None else attention_mask
+            mask = mask.unsqueeze(-1).to(hidden.dtype)              # (B, T, 1)
             embedding = (hidden * mask).sum(1) / mask.sum(1)
         return self.mlp_head(embedding) if project else embedding
 

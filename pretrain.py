@@ -21,9 +21,9 @@ from tqdm import tqdm
 import checkpoint
 import config
 import spans
-from evaluate import computes_in_bf16, measure, pick_device, stsb_name
+from evaluate import computes_in_bf16, evaluate_stsb, pick_device, stsb_name
 from model import SimCSEEncoder
-from runs import draw_curves, stop_signals, write_metrics
+from runs import draw_curves, stop_signals, write_table
 
 # what a run keeps once it has started (MAX_TOKENS and CLS_SIF may change)
 RECIPE = ["MLM_INIT", "N_LAYER", "N_EMBD", "N_HEAD", "N_POSITIONS", "VOCAB_SIZE", "BLOCK_SIZE", "SENTENCE_RATE", "LONG_RATE",
@@ -130,11 +130,12 @@ def validate(encoder, head, masked_batches):
 def stsb(encoder):
     """STS-B dev, or its sample (Spearman x 100), of the encoder as it is, under both poolings; None where it was not fetched."""
     scores, own = {}, encoder.pooler
-    for encoder.pooler in ("cls", "mean"):
+    for pooler in ("cls", "mean"):
+        encoder.pooler = pooler
         try:
-            scores[f"stsb_{encoder.pooler}"] = measure(encoder, "validation")["spearman"]
+            scores[f"stsb_{pooler}"] = evaluate_stsb(encoder)
         except FileNotFoundError:
-            scores[f"stsb_{encoder.pooler}"] = None
+            scores[f"stsb_{pooler}"] = None
     encoder.pooler = own
     return scores
 
@@ -169,9 +170,9 @@ def new_encoder(tokenizer, corpus):
 def make_optimizer(encoder, head):
     """AdamW over an encoder and its head, on the device where they are."""
     named = [(name, p) for module in (encoder, head) for name, p in module.named_parameters() if "mlp_head" not in name]
-    # without decay: vectors, and positions, or those that few inputs reach would fade
-    matrices = [p for name, p in named if p.dim() > 1 and "position" not in name]
-    others = [p for name, p in named if not (p.dim() > 1 and "position" not in name)]
+    # no decay for vectors, nor for positions, of which few inputs reach the last: they would fade
+    others = [p for name, p in named if p.dim() < 2 or "position" in name]
+    matrices = [p for name, p in named if p.dim() >= 2 and "position" not in name]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": config.WEIGHT_DECAY},
                               {"params": others, "weight_decay": 0.0}],
                              lr=config.MLM_LEARNING_RATE, betas=(0.9, 0.98), eps=1e-6, fused=matrices[0].device.type != "mps")
@@ -194,10 +195,7 @@ def save_state(path, encoder, head, optimizer, corpus, progress):
 
 
 def load_state(path, tokenizer, corpus, device):
-    """A stopped run's encoder, head, optimiser and progress.
-
-    Raises ValueError where the state is damaged, of another recipe, or of another text than the corpus.
-    """
+    """A stopped run's encoder, head, optimiser and progress. Raises ValueError where damaged, of another recipe or of another text."""
     try:
         with zipfile.ZipFile(path) as file:
             if file.testzip():                                  # torch.load does not look whether a bit has changed
@@ -215,6 +213,8 @@ def load_state(path, tokenizer, corpus, device):
         optimizer = make_optimizer(encoder, head)
         optimizer.load_state_dict(state["optimizer"])
         return encoder, head, optimizer, state["progress"]
+    except (MemoryError, torch.OutOfMemoryError):               # the state is sound
+        raise
     except Exception as error:          # zipfile, pickle and torch each raise their own for a damaged file
         raise ValueError(f"{path} can't be resumed ({config.first_line(error)}); OVERWRITE=True begins again") from None
 
@@ -229,7 +229,7 @@ def save_encoder(folder, encoder, head):
 def keep_metrics(folder, history):
     """metrics.csv and curves.png."""
     if history:
-        write_metrics(folder, history)
+        write_table(os.path.join(folder, "metrics.csv"), history)
         draw_curves(folder, history, {"train_loss": "loss (nats)", "loss": "loss on held-out articles (nats)",
                                       "accuracy": "accuracy on held-out articles", "stsb_cls": f"{stsb_name()}, [CLS]",
                                       "stsb_mean": f"{stsb_name()}, mean pooling"})
@@ -304,21 +304,22 @@ def train(encoder, head, optimizer, corpus, progress, run):
 
 def main():
     device = pick_device(config.DEVICE)
-    run = config.MLM_FOLDER.rstrip("/\\") + ".run"
+    folder = os.path.join(config.here, config.MLM_FOLDER.rstrip("/\\"))      # beside the scripts, from wherever they are called
+    run = folder + ".run"
     state = os.path.join(run, "state.pt")
     if os.path.exists(state) and not (config.RESUME or config.OVERWRITE):
-        raise ValueError(f"{run} holds a run already: go on with RESUME=True, or replace it with OVERWRITE=True")
+        raise ValueError(f"{config.shown(run)} holds a run already: go on with RESUME=True, or replace it with OVERWRITE=True")
     if config.RESUME and not os.path.exists(state):
-        raise ValueError(f"there is no run in {run} to resume")
-    if os.path.exists(os.path.join(config.MLM_FOLDER, "config.json")) and not (config.RESUME or config.OVERWRITE):
-        raise ValueError(f"{config.MLM_FOLDER} holds an encoder: name another folder with MLM_FOLDER=, or replace it with OVERWRITE=True")
-    given = given_encoder() if config.MLM_INIT and not config.RESUME else None      # refused, if it is, before anything is changed
+        raise ValueError(f"there is no run in {config.shown(run)} to resume")
+    if os.path.exists(os.path.join(folder, "config.json")) and not (config.RESUME or config.OVERWRITE):
+        raise ValueError(f"{config.shown(folder)} holds an encoder: name another folder with MLM_FOLDER=, or replace it with OVERWRITE=True")
+    given = given_encoder() if config.MLM_INIT and not config.RESUME else None      # checked before anything is overwritten
     os.makedirs(run, exist_ok=True)
     tokenizer, corpus = spans.prepare(run, given and given[0].tokenizer, keep=config.RESUME)
     if config.RESUME:
         encoder, head, optimizer, progress = load_state(state, tokenizer, corpus, device)
         if config.MAX_TOKENS <= progress["tokens"] and (not progress["history"] or progress["history"][-1]["tokens"] < progress["tokens"]):
-            raise ValueError(f"{run} has read {progress['tokens']:,} tokens already, and MAX_TOKENS={config.MAX_TOKENS:,} asks for no more")
+            raise ValueError(f"{config.shown(run)} has read {progress['tokens']:,} tokens already, and MAX_TOKENS={config.MAX_TOKENS:,} asks for no more")
     else:
         encoder, head = (module.to(device) for module in given or new_encoder(tokenizer, corpus))
         optimizer = make_optimizer(encoder, head)
@@ -326,20 +327,20 @@ def main():
         if os.path.exists(state):
             os.remove(state)
     print(f"{len(corpus['tokens']):,} tokens of text, {sum(p.numel() for p in encoder.parameters()):,} weights on {device}"
-          f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {config.MLM_FOLDER}")
+          f"{' in bfloat16' if computes_in_bf16(device) else ''}, into {config.shown(folder)}")
     if not train(encoder, head, optimizer, corpus, progress, run):
         raise KeyboardInterrupt
 
-    save_encoder(config.MLM_FOLDER, encoder, head)
-    keep_metrics(config.MLM_FOLDER, progress["history"])
+    save_encoder(folder, encoder, head)
+    keep_metrics(folder, progress["history"])
     settings = {name: getattr(config, name) for name in [*RECIPE, "CLS_SIF", "MAX_TOKENS"]}
     if config.MLM_INIT:                                         # which brought its shape
         settings |= {name: encoder.shape[name.lower()] for name in ("N_LAYER", "N_EMBD", "N_HEAD", "VOCAB_SIZE")}
         settings["MLM_INIT"] = config.portable(config.MLM_INIT)
-    checkpoint.write_json(os.path.join(config.MLM_FOLDER, "pretraining.json"), {
+    checkpoint.write_json(os.path.join(folder, "pretraining.json"), {
         "settings": settings, **progress["history"][-1], "epochs": progress["epoch"],
         "corpus_sha256": str(corpus["made_of"]).split()[0]})
-    print(f"the encoder is in {config.MLM_FOLDER}; what it fills in, likeliest first:")
+    print(f"the encoder is in {config.shown(folder)}; what it fills in, likeliest first:")
     for sentence, tokens in zip(EXAMPLES, fill_masks(encoder, head, EXAMPLES)):
         print(f"  {sentence:70} {' '.join(tokens)}")
 

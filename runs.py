@@ -10,19 +10,16 @@ import re
 import shutil
 import signal
 
-import matplotlib
 import numpy
 import tokenizers
 import torch
-from safetensors.torch import load_file, save as to_safetensors
+from matplotlib.figure import Figure
+from safetensors.torch import load, save as to_safetensors
 
 import config
 from checkpoint import FILES, find, local_folder, read_json, write_atomically, write_json
 from config import first_line
 from evaluate import load_sts_b
-
-matplotlib.use("Agg")       # files only: a run needs no screen
-import matplotlib.pyplot as plt                                     # noqa: E402
 
 
 def training_settings():
@@ -49,7 +46,7 @@ def fingerprints(sentences, init, splits=("validation",)):
 
 def conditions(sentences, init, device):
     """What the outcome of a run depends on beside its settings: what it reads, and what it computes on. A dict."""
-    # sums come out differently when they are split differently
+    # threads: a floating-point sum depends on how it is split among them
     return fingerprints(sentences, init) | {"threads": torch.get_num_threads(), "device": device.type}
 
 
@@ -147,7 +144,8 @@ def load_state(folder, encoder, optimizer, device):
     """Put the state of save_state back; returns the step it was saved after. Raises ValueError where it is damaged."""
     path = os.path.join(folder, "state.safetensors")
     try:
-        tensors = load_file(path)
+        with open(path, "rb") as file:                  # not load_file, whose tensors stay in the file that a save replaces
+            tensors = load(file.read())
     except Exception as error:          # safetensors has its own for each kind of damage
         raise ValueError(f"{path} can't be read ({first_line(error)}): begin again with OVERWRITE=True") from None
     encoder.load_state_dict({name.removeprefix("encoder."): tensor for name, tensor in tensors.items()
@@ -171,23 +169,17 @@ def write_table(path, rows):
     write_atomically(path, text.getvalue().encode())
 
 
-def write_metrics(folder, rows):
-    """Write rows, dicts with the same keys, to metrics.csv."""
-    write_table(os.path.join(folder, "metrics.csv"), rows)
-
-
 def save_figure(figure, path):
-    """Write a figure as PNG, in one step, and close it."""
+    """Write a figure as PNG, in one step."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=100)
-    plt.close(figure)
     write_atomically(path, image.getvalue())
 
 
 def draw_curves(folder, rows, titles):
     """Draw columns of the rows over their "step" into curves.png, one picture a title (a dict from column to title)."""
-    figure, axes = plt.subplots(1, len(titles), figsize=(4 * len(titles), 3.5), layout="constrained")
-    for axis, (column, title) in zip(axes, titles.items()):
+    figure = Figure(figsize=(4 * len(titles), 3.5), layout="constrained")
+    for axis, (column, title) in zip(figure.subplots(1, len(titles)), titles.items()):
         points = [(row["step"], row[column]) for row in rows if row[column] is not None]
         axis.plot([step for step, _ in points], [value for _, value in points], marker=".")
         axis.set(title=title, xlabel="step")

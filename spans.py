@@ -53,7 +53,7 @@ def tokenize(articles, tokenizer):
 def prepare(folder, tokenizer=None, keep=False):
     """The tokenizer, which is learned where none is given, and the tokens of the corpus, made once and kept in `folder`.
 
-    keep: those that are there, whatever the corpus is by now. Raises ValueError or OSError where the corpus can't be used.
+    keep: take the kept tokens even if the corpus has changed since (RESUME). Raises ValueError or OSError where the corpus can't be used.
     """
     path = config.PRETRAIN_CORPUS or os.path.join(config.data, "sentences.txt")
     cache = os.path.join(folder, "tokens.npz")

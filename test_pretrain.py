@@ -443,6 +443,29 @@ def test_what_is_there_is_not_lost_to_a_mistake(folder, monkeypatch):
         pretrain.main()
 
 
+def test_the_shipped_encoder_is_refused_from_wherever_one_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mlm_encoder", "mlm_encoder/"):
+        monkeypatch.setattr(config, "MLM_FOLDER", f"checkpoints/{name}")
+        with pytest.raises(ValueError, match="mlm_encoder holds an encoder: name another folder"):
+            pretrain.main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_does_not_fit_in_memory_is_not_called_damaged(folder, monkeypatch):
+    monkeypatch.setattr(config, "MAX_TOKENS", 1_000)
+    pretrain.main()
+    monkeypatch.setattr(config, "RESUME", True)
+    monkeypatch.setattr(config, "MAX_TOKENS", 2_000)
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+        def fail(*_, error=error, **__):
+            raise error
+        with monkeypatch.context() as patched, pytest.raises(type(error)):
+            patched.setattr(pretrain, "make_optimizer", fail)
+            pretrain.main()
+    pretrain.main()
+
+
 def test_damaged_tokens_are_made_anew_or_refused(folder):
     _, corpus = spans.prepare(str(folder))
     (folder / "tokens.npz").write_bytes((folder / "tokens.npz").read_bytes()[:500])

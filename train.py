@@ -13,11 +13,14 @@ from checkpoint import train_tokenizer
 from evaluate import computes_in_bf16, measure, pick_device, sources, stsb_name
 from model import SimCSEEncoder, simcse_loss
 from runs import (conditions, draw_curves, load_state, open_run, random_source, read_metrics, read_run, run_folder, save_state,
-                  update_run, write_metrics)
+                  update_run, write_table)
 
 
 def load_sentences():
-    """The first MAX_SENTENCES sentences of data/sentences.txt, which is shuffled; raises FileNotFoundError without it."""
+    """The first MAX_SENTENCES sentences of data/sentences.txt, which is shuffled.
+
+    Raises FileNotFoundError where there is no such file, ValueError where it is not UTF-8.
+    """
     path = os.path.join(config.data, "sentences.txt")
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no {path}: run python download_data.py first")
@@ -58,7 +61,7 @@ def batches(idx, attention_mask, device):
     and None for the mask where nothing is padded.
     """
     lengths = attention_mask.sum(1)
-    idx, attention_mask = idx.to(device), attention_mask.to(device)         # once, as are row numbers: a step copies nothing
+    idx, attention_mask = idx.to(device), attention_mask.to(device)         # once, and the row numbers once an epoch: no step waits
     for epoch in range(config.EPOCHS):
         random = torch.Generator().manual_seed(config.SEED + epoch)
         order = torch.randperm(len(idx), generator=random)[:len(idx) // config.BATCH_SIZE * config.BATCH_SIZE]
@@ -94,15 +97,14 @@ def two_views(encoder, idx, attention_mask):
         with torch.autocast(idx.device.type, dtype=torch.bfloat16, enabled=computes_in_bf16(idx.device)):
             return encoder.encode(idx, attention_mask, project=config.USE_MLP_HEAD).float()
 
-    if config.FIXED_MASK:
-        random = random_source(idx.device)
-        state = random.get_rng_state()
-        z1 = encode(idx, attention_mask)
-        random.set_rng_state(state)                     # the second pass draws the same masks again
-        return z1, encode(idx, attention_mask)
-    # both passes as the rows of one: every row draws a mask of its own
-    both = encode(idx.repeat(2, 1), None if attention_mask is None else attention_mask.repeat(2, 1))      # (2B, C)
-    return both.chunk(2)
+    if not config.FIXED_MASK:       # both passes as the rows of one: every row draws a mask of its own
+        both = encode(idx.repeat(2, 1), None if attention_mask is None else attention_mask.repeat(2, 1))      # (2B, C)
+        return both.chunk(2)
+    random = random_source(idx.device)
+    state = random.get_rng_state()
+    z1 = encode(idx, attention_mask)
+    random.set_rng_state(state)                         # the second pass draws the same masks again
+    return z1, encode(idx, attention_mask)
 
 
 def train_step(encoder, optimizer, idx, attention_mask, rate):
@@ -146,7 +148,7 @@ def main():
     update_run(folder, sources=sources())
     before = read_run(folder)["seconds"]
 
-    def read(losses):
+    def finite(losses):
         """The losses since the last score as floats; raises ValueError where one isn't finite. Waits for the GPU."""
         values = torch.stack(losses).tolist()
         for at, value in enumerate(values, start=rows[-1]["step"] + 1):
@@ -158,12 +160,12 @@ def main():
 
     def score(step):
         """Measure on STS-B dev, keep the encoder if it is the best so far, and write down where the run stands."""
-        loss = sum(read(losses)) / len(losses) if losses else None
+        loss = sum(finite(losses)) / len(losses) if losses else None
         losses.clear()
         now = {"step": step, "epoch": step * config.EPOCHS / steps, "loss": loss, **measure(encoder, "validation")}
         best = max(map(rank, rows[1:]), default=-math.inf)
         rows.append(now)
-        write_metrics(folder, rows)
+        write_table(os.path.join(folder, "metrics.csv"), rows)
         draw_curves(folder, rows, {"loss": "loss (nats)", "spearman": f"Spearman x 100 ({stsb_name()})",
                                    "alignment": "alignment (lower is better)", "uniformity": "uniformity (lower is better)"})
         if step and rank(now) > best:
@@ -174,17 +176,17 @@ def main():
 
     spearman = score(0) if not rows else rows[-1]["spearman"]
     print(f"{stsb_name()}, validation: {spearman:.2f} at step {done}")
-    shown, name = 0.0, stsb_name().split(",")[0]
+    last_shown, name = 0.0, stsb_name().split(",")[0]
     with tqdm(total=steps, initial=done, unit="step") as bar:
         for step, batch in enumerate(batches(idx, attention_mask, device), start=1):
             if step <= done:
                 continue
             losses.append(train_step(encoder, optimizer, *batch, learning_rate(step, steps)))
             now = time.time()
-            if now - shown > 1:                                     # seldom, as to read a loss is to wait for the GPU
+            if now - last_shown > 1:                                     # seldom, as to read a loss is to wait for the GPU
                 rate = (bar.n - bar.initial) / bar.format_dict["elapsed"] * config.BATCH_SIZE
-                bar.set_postfix_str(f"loss {read(losses)[-1]:.3g}, {name} {spearman:.2f}, {rate:.0f} sentences/s", refresh=False)
-                shown = now
+                bar.set_postfix_str(f"loss {finite(losses)[-1]:.3g}, {name} {spearman:.2f}, {rate:.0f} sentences/s", refresh=False)
+                last_shown = now
             if step % config.EVAL_INTERVAL == 0 or step == steps:
                 spearman = score(step)
                 bar.set_postfix_str(f"{name} {spearman:.2f}", refresh=False)
