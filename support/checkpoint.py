@@ -1,6 +1,8 @@
 """Checkpoints on disk: BERT's weights, shape, pooling and longest input in the layout of Hugging Face."""
 
 import json
+import math
+import sys
 from pathlib import Path
 
 import torch
@@ -8,8 +10,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from tokenizers import Tokenizer
 
-from support.files import as_json, first_line, read_json, write_together
-from support.tokenizer import SPECIAL_TOKENS
+from support.files import as_json, first_line, read_json, shown, write_together
+from support.tokenizer import SPECIAL_TOKENS, read_settings
 
 # what our arguments are called in config.json
 SHAPE = {
@@ -42,19 +44,20 @@ NAMES = {
 }
 # settings of config.json that change what is computed, and the values that are implemented here
 IMPLEMENTED = {
-    "hidden_act": (
-        "gelu",
-        "gelu_python",
-    ),  # one function by two names, with the error function; gelu_new is another
-    "position_embedding_type": ("absolute",),
-    "is_decoder": (False,),
+    "hidden_act": ["gelu", "gelu_python"],  # one function by two names; gelu_new is another
+    "position_embedding_type": ["absolute"],
+    "is_decoder": [False],
+    "quantization_config": [None],
+    "auto_map": [None],  # code of the checkpoint's own
 }
-POOLERS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "cls": "cls",
-    "mean": "mean",
+# settings of sentence_bert_config.json: those that are honoured or change no embedding, and what others must be
+SENTENCE_SETTINGS = ["max_seq_length", "do_lower_case", "unpad_inputs", "query_length", "document_length"]
+SENTENCE_DEFAULTS = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
 }
+POOLERS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "cls": "cls", "mean": "mean"}
 
 
 def hugging_face_name(name):
@@ -75,18 +78,14 @@ def save(folder, weights, shape, tokenizer, pooler, max_seq_len=None, head=None)
     by BertForMaskedLM's names, which make the folder one of those. A disk that fills up leaves the checkpoint that was there.
     """
     max_seq_len = max_seq_len or shape["n_positions"]
-    tokenizer = Tokenizer.from_str(
-        tokenizer.to_str()
-    )  # a copy, whose padding and truncation are nobody's
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy, whose padding and truncation are nobody's
     tokenizer.no_padding()
     tokenizer.no_truncation()
     vocab = tokenizer.get_vocab()
     normalizer = json.loads(tokenizer.to_str())["normalizer"] or {}
     module = "sentence_transformers.models."
     prefix = "bert." if head else ""
-    tensors = {prefix + hugging_face_name(name): tensor for name, tensor in weights.items()} | (
-        head or {}
-    )
+    tensors = {prefix + hugging_face_name(name): tensor for name, tensor in weights.items()} | (head or {})
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     config = {
         "model_type": "bert",
@@ -117,9 +116,7 @@ def save(folder, weights, shape, tokenizer, pooler, max_seq_len=None, head=None)
         "config.json": as_json(config),
         "tokenizer_config.json": as_json(tokenizer_config),
         "modules.json": as_json(modules),
-        "sentence_bert_config.json": as_json(
-            {"max_seq_length": max_seq_len, "do_lower_case": False}
-        ),
+        "sentence_bert_config.json": as_json({"max_seq_length": max_seq_len, "do_lower_case": False}),
         "1_Pooling/config.json": as_json(pooling),
         "tokenizer.json": tokenizer.to_str().encode(),
         "vocab.txt": "".join(f"{token}\n" for token in sorted(vocab, key=vocab.get)).encode(),
@@ -132,84 +129,134 @@ def save(folder, weights, shape, tokenizer, pooler, max_seq_len=None, head=None)
 
 
 def load_shape(folder):
-    """The arguments of SimCSEEncoder that a checkpoint's config.json names; raises ValueError where it is not our BERT."""
-    path = Path(folder) / "config.json"
+    """The arguments of SimCSEEncoder that a checkpoint's config.json names.
+
+    Raises FileNotFoundError where there is none, ValueError, naming the key, where it is not the BERT implemented here.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{folder} is no checkpoint: it has no config.json")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder} holds an adapter, which is not implemented here: merge it into the weights first"
+        )
     config = read_json(path)
     kind = config.get("model_type", "bert")  # the oldest BERT checkpoints don't say
     if kind != "bert":
         raise ValueError(f"{folder} holds a {kind} model: only BERT is implemented here")
     for key, known in IMPLEMENTED.items():
         if config.get(key, known[0]) not in known:
-            raise ValueError(
-                f"{folder}: {key} is {config[key]!r}, only {known[0]!r} is implemented here"
-            )
+            raise ValueError(f"{folder}: {key} is {config[key]!r}, only {known[0]!r} is implemented here")
     shape = {ours: config.get(theirs, SHAPE_DEFAULTS.get(ours)) for ours, theirs in SHAPE.items()}
     for ours, value in shape.items():
         kind = float if ours in ("dropout", "eps") else int
         smallest = 0 if kind is float else 1
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value < smallest:
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not smallest <= value < math.inf:
             raise ValueError(f"{path} gives no number that can be for {SHAPE[ours]}: {value!r}")
     return shape
 
 
 def load_pooler(folder, pooler=None):
-    """The pooling, "cls" or "mean": `pooler` where it is given, else what sentence-transformers' files name, else "cls".
+    """The pooling, "cls" or "mean", that sentence-transformers' files name; "cls", the paper's, where there are none.
 
-    Raises ValueError for another pooling, and, whatever the pooler, for a module that would change the embedding (Dense).
+    pooler: the pooling to take instead. Raises ValueError for another pooling and, whatever `pooler` says, for modules
+    that would change the embedding. Prints a line for each setting that is left out here.
     """
     folder = Path(folder)
     place = "1_Pooling"
     if (folder / "modules.json").exists():
-        for module in read_json(folder / "modules.json", list):
-            kind = str(module.get("type") if isinstance(module, dict) else module).rsplit(".", 1)[
-                -1
-            ]
-            if kind not in ("Transformer", "Pooling", "Normalize"):
-                raise ValueError(
-                    f"{folder} has a {kind} behind its pooling, which is not implemented here"
-                )
-            if kind == "Pooling":
-                place = module.get("path", place)
-    if pooler or not (folder / place / "config.json").exists():
+        modules = read_json(folder / "modules.json", list)
+        check_modules(folder, modules)
+        place = modules[1].get("path", place)
+    elif not (folder / place / "config.json").exists():
         return pooler or "cls"
-    pooling = read_json(folder / place / "config.json")
-    modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on is True]
-    modes = modes or [pooling.get("pooling_mode")]
-    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in POOLERS:
+    say_what_is_left_out(folder)
+    if pooler:
+        return pooler
+    path = folder / place / "config.json"
+    pooling = read_json(path)
+    modes = pooling.get("pooling_mode")
+    if modes is None:  # older files have a switch for each mode, and mean where none is on
+        modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on] or ["mean"]
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or modes[0] not in POOLERS:
+        said = " and ".join(map(str, modes))
         raise ValueError(
-            f"{folder} pools by {modes}: only cls and mean are implemented here, choose one with POOLER="
+            f"{path} pools by {said}: only cls and mean are implemented here, choose one with POOLER="
         )
     return POOLERS[modes[0]]
 
 
-def load_max_seq_len(folder, n_positions):
-    """Tokens that an input is cut to: sentence-transformers' max_seq_length, at most n_positions, which is the default."""
-    path = Path(folder) / "sentence_bert_config.json"
-    limit = read_json(path).get("max_seq_length") if path.exists() else None
-    if limit is None:
-        return n_positions
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 3:
+def check_modules(folder, modules):
+    """Raise ValueError where modules.json lists others than BERT, a pooling, and a normalisation, which cosine undoes."""
+    kinds = []
+    for module in modules:
+        kind = str(module.get("type")) if isinstance(module, dict) else "no module"
+        if kind.startswith("sentence_transformers."):
+            kind = kind.rsplit(".", 1)[-1]
+        kinds.append(kind)
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ValueError(
-            f"{path}: max_seq_length is {limit!r}, and an input needs at least 3 tokens"
+            f"{folder / 'modules.json'} lists {', '.join(kinds)}: only Transformer, Pooling and Normalize, in this order, "
+            "are implemented here"
         )
-    return min(limit, n_positions)
+    if modules[0].get("path"):
+        raise ValueError(
+            f"{folder / 'modules.json'} has BERT in {modules[0]['path']}: name that folder instead"
+        )
+    if len(modules) == 3:
+        normalize = read_settings(folder / modules[2].get("path", ""), "config.json")
+        ...
+
+
+def say_what_is_left_out(folder):
+    """Print a line for each setting of config_sentence_transformers.json that evaluation here does not follow."""
+    settings = read_settings(folder, "config_sentence_transformers.json")
+    prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    left_out = []
+    if prompts.get(name):
+        left_out.append(f"the prompt {prompts[name]!r} is not put before the sentences")
+    if settings.get("truncate_dim"):
+        left_out.append(f"embeddings are not cut to {settings['truncate_dim']} dimensions")
+    if settings.get("similarity_fn_name") not in (None, "cosine"):
+        left_out.append(f"similarity is the cosine, not {settings['similarity_fn_name']}")
+    for line in left_out:
+        print(f"{shown(folder)}: {line}", file=sys.stderr)
+
+
+def load_max_seq_len(folder, n_positions):
+    """Tokens that an input is cut to at evaluation: what sentence-transformers' files say, at most n_positions.
+
+    Raises ValueError for a setting there that would change the embedding and is not implemented here.
+    """
+    path = Path(folder) / "sentence_bert_config.json"
+    settings = read_settings(folder, path.name)
+    for key, value in settings.items():
+        if value and key not in SENTENCE_SETTINGS and value != SENTENCE_DEFAULTS.get(key):
+            raise ValueError(f"{path}: {key} is {value!r}, which is not implemented here")
+    limit = settings.get("max_seq_length")
+    if limit is None:
+        path = Path(folder) / "tokenizer_config.json"
+        limit = read_settings(folder, path.name).get("model_max_length", n_positions)
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 3:
+        raise ValueError(f"{path}: an input of {limit!r} tokens is too short, [CLS], a token and [SEP] are 3")
+    return int(min(limit, n_positions))
 
 
 def load_tensors(folder):
-    """All tensors that a checkpoint stores, by their names there, and the file that holds them or their index.
+    """All tensors that a checkpoint stores, by their names there, and the path of the file that holds them or lists them.
 
-    Reads the first of model.safetensors, pytorch_model.bin (never as code), and the indices of either in several files.
-    Raises FileNotFoundError where there is none, ValueError where one is damaged.
+    Reads the first that is there of model.safetensors, its index of several files, pytorch_model.bin (never as code), and
+    its index. Raises FileNotFoundError where there is none, ValueError where one is damaged.
     """
     folder = Path(folder)
-    names = (
+    names = [
         "model.safetensors",
         "model.safetensors.index.json",
         "pytorch_model.bin",
         "pytorch_model.bin.index.json",
-    )
+    ]
     path = next((folder / name for name in names if (folder / name).exists()), None)
     if path is None:
         raise FileNotFoundError(
@@ -217,24 +264,22 @@ def load_tensors(folder):
         )
     parts = [path]
     if path.suffix == ".json":
-        weight_map = read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
+        listed = read_json(path).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
             raise ValueError(f"{path} has no weight_map from weights to files")
-        parts = [folder / name for name in sorted(set(weight_map.values()))]
+        parts = [folder / name for name in sorted(set(listed.values()))]
     tensors = {}
     for part in parts:
+        if not part.exists():
+            raise FileNotFoundError(f"{path} names {part.name}, which is not there")
         try:
             if part.suffix == ".safetensors":
                 tensors |= load_file(part)
             else:
                 tensors |= torch.load(part, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path} names {part.name}, which is not there") from None
-        except (
-            Exception
-        ) as error:  # safetensors, zipfile and pickle each raise their own for a damaged file
+        except (OSError, MemoryError):  # the file itself is sound
+            raise
+        except Exception as error:  # safetensors, zipfile and pickle each raise their own for a damaged file
             raise ValueError(f"{part} can't be read as weights: {first_line(error)}") from None
     return tensors, path
 
@@ -242,17 +287,15 @@ def load_tensors(folder):
 def load_weights(folder, shapes):
     """The encoder's weights by our names, float32.
 
-    shapes: the shape that each weight must have, by our names. Reads names with and without the prefix bert., gamma/beta
-    as well as weight/bias; leaves out BERT's pooler, its pre-training heads and position_ids. Raises ValueError, naming
-    the weight, where one is missing, has another shape, is not finite, or is none of BERT's.
+    shapes: the shape that each weight must have, by our names. Reads names with and without the prefix bert., gamma and
+    beta as well as weight and bias; leaves out BERT's pooler, its pre-training heads and position_ids. Raises ValueError,
+    naming the weight, where one is missing, has another shape, is not finite, or is none of BERT's.
     """
     stored, path = load_tensors(folder)
     theirs = {}
     for name, tensor in stored.items():
         name = name.removeprefix("bert.")
-        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
-            "LayerNorm.beta", "LayerNorm.bias"
-        )
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         if not name.startswith(("pooler.", "cls.")) and not name.endswith("position_ids"):
             theirs[name] = tensor
     weights = {}
@@ -260,16 +303,15 @@ def load_weights(folder, shapes):
         their_name = hugging_face_name(name)
         if their_name not in theirs:
             raise ValueError(f"{path} lacks the weight {their_name}")
-        weights[name] = theirs.pop(their_name).float()
-        if weights[name].shape != shape:
-            found, asked = tuple(weights[name].shape), tuple(shape)
-            raise ValueError(
-                f"{path}: {their_name} has the shape {found}, config.json asks for {asked}"
-            )
+        tensor = theirs.pop(their_name)
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise ValueError(f"{path}: {their_name} is no tensor of floating-point numbers")
+        if tensor.shape != shape:
+            found, asked = tuple(tensor.shape), tuple(shape)
+            raise ValueError(f"{path}: {their_name} has the shape {found}, config.json asks for {asked}")
+        weights[name] = tensor.float()
         if not weights[name].isfinite().all():
-            raise ValueError(
-                f"{path}: {their_name} holds numbers that are not finite (NaN or infinity)"
-            )
+            raise ValueError(f"{path}: {their_name} holds NaN or infinity")
     if theirs:
         raise ValueError(f"{path} holds a weight that BERT does not have: {min(theirs)}")
     return weights

@@ -33,7 +33,7 @@ def ask(repo, kind):
 
     repo: "owner/name"; kind: "dataset" or "model". Returns the names of the repository's files; None in offline mode
     (HF_HUB_OFFLINE=1), where nothing is asked. Raises FileNotFoundError where the Hub has no such repository or keeps it
-    private, and OSError where the Hub can't be used: after at most SECONDS seconds, and from then on at once.
+    private, and OSError where the Hub can't be used: after at most SECONDS seconds, and at once from then on.
     """
     from huggingface_hub import HfApi, constants  # slow to import, and most runs need no Hub
 
@@ -67,6 +67,12 @@ def ask(repo, kind):
     raise OSError(f"{repo}: {down[0]}")
 
 
+def local_folder(name):
+    """The path of a folder, given from where one stands or from where the scripts lie; None where it is neither."""
+    places = [Path(name), files.ROOT / name]
+    return next((place for place in places if name and place.is_dir()), None)
+
+
 def find(folder_or_hub_name):
     """The local folder of a checkpoint, as a string: fetched from the Hub, or its cache, where the name is no folder.
 
@@ -74,18 +80,15 @@ def find(folder_or_hub_name):
     such repository, or a Hub that can't be used.
     """
     name = str(folder_or_hub_name)
-    for place in (Path(name), files.ROOT / name):
-        if name and place.is_dir():
-            return str(place)
+    if local_folder(name):
+        return str(local_folder(name))
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
     except errors.HFValidationError:
-        raise FileNotFoundError(
-            f"{name}: no such folder, nor a name that the Hub could have"
-        ) from None
+        raise FileNotFoundError(f"{name}: no such folder, nor a name that the Hub could have") from None
     try:
         there = ask(name, "model")
         if there is None:
@@ -94,9 +97,7 @@ def find(folder_or_hub_name):
             )
         if "config.json" in there:
             return snapshot_download(name, allow_patterns=wanted(there), etag_timeout=SECONDS)
-    except (
-        Exception
-    ) as error:  # unreachable, too slow, refusing, cut off: the cache may still have it
+    except Exception as error:  # unreachable, too slow, refusing, cut off: the cache may still have it
         try:
             return snapshot_download(name, local_files_only=True)
         except Exception:
