@@ -74,15 +74,19 @@ def save(folder, weights, shape, tokenizer, pooler, max_seq_len=None, head=None)
     """Write a checkpoint folder that transformers and sentence-transformers load as it is.
 
     weights: tensors by our names; shape: the arguments of SimCSEEncoder by our names; pooler: "cls" or "mean";
-    max_seq_len: tokens that an input is cut to at evaluation (default: all positions); head: masked-language-model weights
-    by BertForMaskedLM's names, which make the folder one of those. A disk that fills up leaves the checkpoint that was there.
+    max_seq_len: tokens that an input is cut to at evaluation (default: all positions); head: weights of a
+    masked-language-model head by BertForMaskedLM's names, which make the folder one of those.
+    Raises OSError; a save that fails leaves the checkpoint that was there.
     """
-    max_seq_len = max_seq_len or shape["n_positions"]
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy, whose padding and truncation are nobody's
+    tokenizer = Tokenizer.from_str(
+        tokenizer.to_str()
+    )  # a copy, without the last batch's padding and truncation
     tokenizer.no_padding()
     tokenizer.no_truncation()
     vocab = tokenizer.get_vocab()
-    normalizer = json.loads(tokenizer.to_str())["normalizer"] or {}
+    stored = json.loads(tokenizer.to_str())
+    normalizer, pre_tokenizer = stored["normalizer"] or {}, stored["pre_tokenizer"] or {}
+    is_bert = (normalizer.get("type"), pre_tokenizer.get("type")) == ("BertNormalizer", "BertPreTokenizer")
     module = "sentence_transformers.models."
     prefix = "bert." if head else ""
     tensors = {prefix + hugging_face_name(name): tensor for name, tensor in weights.items()} | (head or {})
@@ -96,7 +100,7 @@ def save(folder, weights, shape, tokenizer, pooler, max_seq_len=None, head=None)
         "pad_token_id": tokenizer.token_to_id("[PAD]"),
     }
     tokenizer_config = {
-        "tokenizer_class": "BertTokenizer",
+        "tokenizer_class": "BertTokenizer" if is_bert else "PreTrainedTokenizerFast",
         "do_lower_case": normalizer.get("lowercase", False),
         "strip_accents": normalizer.get("strip_accents"),
         "tokenize_chinese_chars": normalizer.get("handle_chinese_chars", True),
@@ -107,6 +111,10 @@ def save(folder, weights, shape, tokenizer, pooler, max_seq_len=None, head=None)
         {"idx": 0, "name": "0", "path": "", "type": module + "Transformer"},
         {"idx": 1, "name": "1", "path": "1_Pooling", "type": module + "Pooling"},
     ]
+    transformer = {
+        "max_seq_length": max_seq_len or shape["n_positions"],
+        "do_lower_case": False,  # the tokenizer's own setting is enough
+    }
     pooling = {
         "word_embedding_dimension": shape["n_embd"],
         "pooling_mode_cls_token": pooler == "cls",
@@ -116,7 +124,7 @@ def save(folder, weights, shape, tokenizer, pooler, max_seq_len=None, head=None)
         "config.json": as_json(config),
         "tokenizer_config.json": as_json(tokenizer_config),
         "modules.json": as_json(modules),
-        "sentence_bert_config.json": as_json({"max_seq_length": max_seq_len, "do_lower_case": False}),
+        "sentence_bert_config.json": as_json(transformer),
         "1_Pooling/config.json": as_json(pooling),
         "tokenizer.json": tokenizer.to_str().encode(),
         "vocab.txt": "".join(f"{token}\n" for token in sorted(vocab, key=vocab.get)).encode(),
@@ -189,7 +197,7 @@ def load_pooler(folder, pooler=None):
 
 
 def check_modules(folder, modules):
-    """Raise ValueError where modules.json lists others than BERT, a pooling, and a normalisation, which cosine undoes."""
+    """Raise ValueError where modules.json lists more than BERT, a pooling, and a normalisation, which no cosine sees."""
     kinds = []
     for module in modules:
         kind = str(module.get("type")) if isinstance(module, dict) else "no module"
@@ -198,16 +206,13 @@ def check_modules(folder, modules):
         kinds.append(kind)
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ValueError(
-            f"{folder / 'modules.json'} lists {', '.join(kinds)}: only Transformer, Pooling and Normalize, in this order, "
-            "are implemented here"
+            f"{folder / 'modules.json'} lists {', '.join(kinds)}: "
+            "only Transformer, Pooling and Normalize, in this order, are implemented here"
         )
     if modules[0].get("path"):
         raise ValueError(
             f"{folder / 'modules.json'} has BERT in {modules[0]['path']}: name that folder instead"
         )
-    if len(modules) == 3:
-        normalize = read_settings(folder / modules[2].get("path", ""), "config.json")
-        ...
 
 
 def say_what_is_left_out(folder):
@@ -245,10 +250,10 @@ def load_max_seq_len(folder, n_positions):
 
 
 def load_tensors(folder):
-    """All tensors that a checkpoint stores, by their names there, and the path of the file that holds them or lists them.
+    """All tensors that a checkpoint stores, by their names there, and the path of the file that holds or lists them.
 
-    Reads the first that is there of model.safetensors, its index of several files, pytorch_model.bin (never as code), and
-    its index. Raises FileNotFoundError where there is none, ValueError where one is damaged.
+    Reads the first that is there of model.safetensors, its index of several files, pytorch_model.bin (never as code)
+    and its index. Raises FileNotFoundError where there is none, ValueError where one is damaged.
     """
     folder = Path(folder)
     names = [
@@ -288,8 +293,8 @@ def load_weights(folder, shapes):
     """The encoder's weights by our names, float32.
 
     shapes: the shape that each weight must have, by our names. Reads names with and without the prefix bert., gamma and
-    beta as well as weight and bias; leaves out BERT's pooler, its pre-training heads and position_ids. Raises ValueError,
-    naming the weight, where one is missing, has another shape, is not finite, or is none of BERT's.
+    beta as well as weight and bias; leaves out BERT's pooler, its pre-training heads and position_ids.
+    Raises ValueError, naming the weight, where one is missing, has another shape, is not finite, or is none of BERT's.
     """
     stored, path = load_tensors(folder)
     theirs = {}
@@ -298,35 +303,33 @@ def load_weights(folder, shapes):
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         if not name.startswith(("pooler.", "cls.")) and not name.endswith("position_ids"):
             theirs[name] = tensor
-    weights = {}
-    for name, shape in shapes.items():
-        their_name = hugging_face_name(name)
-        if their_name not in theirs:
-            raise ValueError(f"{path} lacks the weight {their_name}")
-        tensor = theirs.pop(their_name)
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise ValueError(f"{path}: {their_name} is no tensor of floating-point numbers")
-        if tensor.shape != shape:
-            found, asked = tuple(tensor.shape), tuple(shape)
-            raise ValueError(f"{path}: {their_name} has the shape {found}, config.json asks for {asked}")
-        weights[name] = tensor.float()
-        if not weights[name].isfinite().all():
-            raise ValueError(f"{path}: {their_name} holds NaN or infinity")
+    weights = {name: take(theirs, hugging_face_name(name), shape, path) for name, shape in shapes.items()}
     if theirs:
         raise ValueError(f"{path} holds a weight that BERT does not have: {min(theirs)}")
     return weights
+
+
+def take(stored, name, shape, path):
+    """Take one weight out of those stored at `path`, as float32; raises ValueError, naming it, where it can't be used."""
+    if name not in stored:
+        raise ValueError(f"{path} lacks the weight {name}")
+    tensor = stored.pop(name)
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        raise ValueError(f"{path}: {name} is no tensor of floating-point numbers")
+    if tensor.shape != shape:
+        found, asked = tuple(tensor.shape), tuple(shape)
+        raise ValueError(f"{path}: {name} has the shape {found}, config.json asks for {asked}")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{path}: {name} holds NaN or infinity")
+    return tensor.float()
 
 
 @torch.no_grad()
 def load_head(folder, weights):
     """Fill the tensors of a masked-language-model head, by BertForMaskedLM's names, from a checkpoint folder.
 
-    Raises ValueError where the checkpoint has no such head, or one of another shape.
+    Raises ValueError, naming the weight, where the checkpoint has no such head, or one that can't be used.
     """
     stored, path = load_tensors(folder)
     for name, tensor in weights.items():
-        if name not in stored or stored[name].shape != tensor.shape:
-            raise ValueError(
-                f"{path} has no weight {name} of shape {tuple(tensor.shape)}: it has no head for masked words"
-            )
-        tensor.copy_(stored[name])
+        tensor.copy_(take(stored, name, tensor.shape, path))

@@ -8,11 +8,12 @@ from support import files
 from support.files import first_line
 
 SECONDS = 10  # longest wait for the Hub's answer
-down = []  # why the Hub can't be used, once that is known: nobody waits for it twice
+down = ""  # why the Hub can't be used, once that is known: nobody waits for it twice
 
 # what a checkpoint may hold beside its weights
 SETTINGS = [
-    "*config.json",
+    "*config.json",  # 1_Pooling/config.json too
+    "config_sentence_transformers.json",
     "modules.json",
     "tokenizer.json",
     "special_tokens_map.json",
@@ -32,15 +33,16 @@ def ask(repo, kind):
     """Ask the Hub for a repository, once and briefly, because its clients would retry for minutes.
 
     repo: "owner/name"; kind: "dataset" or "model". Returns the names of the repository's files; None in offline mode
-    (HF_HUB_OFFLINE=1), where nothing is asked. Raises FileNotFoundError where the Hub has no such repository or keeps it
-    private, and OSError where the Hub can't be used: after at most SECONDS seconds, and at once from then on.
+    (HF_HUB_OFFLINE=1), where nothing is asked. Raises FileNotFoundError where the Hub has no such repository or keeps
+    it private, and OSError where the Hub can't be used: after at most SECONDS seconds, and at once from then on.
     """
+    global down
     from huggingface_hub import HfApi, constants  # slow to import, and most runs need no Hub
 
     if constants.HF_HUB_OFFLINE:
         return None
     if down:
-        raise OSError(f"{repo}: {down[0]}")
+        raise OSError(f"{repo}: {down}")
     answers = []
 
     def put_question():
@@ -49,9 +51,8 @@ def ask(repo, kind):
         except Exception as error:
             answers.append(error)
 
-    thread = threading.Thread(
-        target=put_question, daemon=True
-    )  # no timeout covers the look-up of the Hub's address
+    # a thread, because no timeout of the client's covers the look-up of the Hub's address
+    thread = threading.Thread(target=put_question, daemon=True)
     thread.start()
     thread.join(SECONDS)
     answer = answers[0] if answers else TimeoutError(f"no answer within {SECONDS} seconds")
@@ -63,8 +64,8 @@ def ask(repo, kind):
             f"{repo}: it isn't on the Hub, or is private (HTTP {status}): then log in with hf auth login"
         )
     reason = f"it answers HTTP {status}" if status else first_line(answer)
-    down.append(f"the Hub ({constants.ENDPOINT}) can't be used: {reason}")
-    raise OSError(f"{repo}: {down[0]}")
+    down = f"the Hub ({constants.ENDPOINT}) can't be used: {reason}"
+    raise OSError(f"{repo}: {down}")
 
 
 def local_folder(name):
@@ -76,8 +77,8 @@ def local_folder(name):
 def find(folder_or_hub_name):
     """The local folder of a checkpoint, as a string: fetched from the Hub, or its cache, where the name is no folder.
 
-    A relative folder is looked for where one stands, then beside the scripts. Raises OSError in one line: no such folder, no
-    such repository, or a Hub that can't be used.
+    A relative folder is looked for where one stands, then beside the scripts. Raises OSError in one line: no such
+    folder, no such repository, or a Hub that can't be used.
     """
     name = str(folder_or_hub_name)
     if local_folder(name):
@@ -108,7 +109,7 @@ def find(folder_or_hub_name):
 
 
 def wanted(names):
-    """Of the names of a repository's files those that a checkpoint needs: settings, tokenizer, and one form of the weights."""
+    """Of the names of a repository's files those that a checkpoint needs: settings, and one form of the weights."""
     chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in SETTINGS)]
     weights = next((name for name in WEIGHTS if name in names), None)
     if weights:

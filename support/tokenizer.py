@@ -26,8 +26,8 @@ PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
 def wordpiece_tokenizer(vocab=None, lowercase=True, strip_accents=None, chinese=True, added=()):
     """BERT's WordPiece tokenizer over a vocabulary (token to id); without one, ready to be trained.
 
-    strip_accents: None does it where lowercase does; chinese: blanks around each Chinese character; added: AddedTokens that
-    are found in the text before it is cut into words. Raises ValueError where the vocabulary lacks a special token.
+    strip_accents: None does it where lowercase does; chinese: blanks around each Chinese character; added: AddedTokens
+    that are found in the text before it is cut into words. Raises ValueError where vocab lacks a special token.
     Source: BERT (Devlin et al., 2018), section 3.
     """
     tokenizer = Tokenizer(models.WordPiece(vocab or {}, unk_token="[UNK]"))
