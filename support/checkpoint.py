@@ -51,7 +51,14 @@ IMPLEMENTED = {
     "auto_map": [None],  # code of the checkpoint's own
 }
 # settings of sentence_bert_config.json: those that are honoured or change no embedding, and what others must be
-SENTENCE_SETTINGS = ["max_seq_length", "do_lower_case", "unpad_inputs", "query_length", "document_length"]
+SENTENCE_SETTINGS = [
+    "max_seq_length",
+    "do_lower_case",
+    "unpad_inputs",
+    "query_length",
+    "document_length",
+    "query_expansion",
+]
 SENTENCE_DEFAULTS = {
     "transformer_task": "feature-extraction",
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
@@ -158,9 +165,9 @@ def load_shape(folder):
             raise ValueError(f"{folder}: {key} is {config[key]!r}, only {known[0]!r} is implemented here")
     shape = {ours: config.get(theirs, SHAPE_DEFAULTS.get(ours)) for ours, theirs in SHAPE.items()}
     for ours, value in shape.items():
-        kind = float if ours in ("dropout", "eps") else int
-        smallest = 0 if kind is float else 1
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not smallest <= value < math.inf:
+        kind, smallest = (float, 0) if ours in ("dropout", "eps") else (int, 1)
+        limit = 1 if ours == "dropout" else math.inf
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not smallest <= value < limit:
             raise ValueError(f"{path} gives no number that can be for {SHAPE[ours]}: {value!r}")
     return shape
 
@@ -171,15 +178,13 @@ def load_pooler(folder, pooler=None):
     pooler: the pooling to take instead. Raises ValueError for another pooling and, whatever `pooler` says, for modules
     that would change the embedding. Prints a line for each setting that is left out here.
     """
-    folder = Path(folder)
-    place = "1_Pooling"
+    folder, place = Path(folder), "1_Pooling"
     if (folder / "modules.json").exists():
         modules = read_json(folder / "modules.json", list)
         check_modules(folder, modules)
-        place = modules[1].get("path", place)
+        place = str(modules[1].get("path", place))
     elif not (folder / place / "config.json").exists():
-        return pooler or "cls"
-    say_what_is_left_out(folder)
+        pooler = pooler or "cls"
     if pooler:
         return pooler
     path = folder / place / "config.json"
@@ -188,7 +193,7 @@ def load_pooler(folder, pooler=None):
     if modes is None:  # older files have a switch for each mode, and mean where none is on
         modes = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
-    if len(modes) != 1 or modes[0] not in POOLERS:
+    if len(modes) != 1 or str(modes[0]) not in POOLERS:
         said = " and ".join(map(str, modes))
         raise ValueError(
             f"{path} pools by {said}: only cls and mean are implemented here, choose one with POOLER="
@@ -197,7 +202,11 @@ def load_pooler(folder, pooler=None):
 
 
 def check_modules(folder, modules):
-    """Raise ValueError where modules.json lists more than BERT, a pooling, and a normalisation, which no cosine sees."""
+    """Check what sentence-transformers would put together.
+
+    Raises ValueError where modules.json lists more than BERT, a pooling and a normalisation, which the cosine undoes.
+    Prints a line for each setting of config_sentence_transformers.json that is left out here.
+    """
     kinds = []
     for module in modules:
         kind = str(module.get("type")) if isinstance(module, dict) else "no module"
@@ -213,15 +222,15 @@ def check_modules(folder, modules):
         raise ValueError(
             f"{folder / 'modules.json'} has BERT in {modules[0]['path']}: name that folder instead"
         )
-
-
-def say_what_is_left_out(folder):
-    """Print a line for each setting of config_sentence_transformers.json that evaluation here does not follow."""
     settings = read_settings(folder, "config_sentence_transformers.json")
-    prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    kind = settings.get("model_type", "SentenceTransformer")
+    if kind != "SentenceTransformer":
+        raise ValueError(f"{folder} holds a {kind}: only a SentenceTransformer is implemented here")
     left_out = []
-    if prompts.get(name):
-        left_out.append(f"the prompt {prompts[name]!r} is not put before the sentences")
+    prompts = settings.get("prompts")
+    prompt = isinstance(prompts, dict) and prompts.get(str(settings.get("default_prompt_name")))
+    if prompt:
+        left_out.append(f"the prompt {prompt!r} is not put before the sentences")
     if settings.get("truncate_dim"):
         left_out.append(f"embeddings are not cut to {settings['truncate_dim']} dimensions")
     if settings.get("similarity_fn_name") not in (None, "cosine"):
@@ -310,7 +319,7 @@ def load_weights(folder, shapes):
 
 
 def take(stored, name, shape, path):
-    """Take one weight out of those stored at `path`, as float32; raises ValueError, naming it, where it can't be used."""
+    """Take one weight, as float32, out of those stored at `path`; raises ValueError, naming it, if it can't be used."""
     if name not in stored:
         raise ValueError(f"{path} lacks the weight {name}")
     tensor = stored.pop(name)

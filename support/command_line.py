@@ -13,15 +13,32 @@ LIMITS = [
     (
         "a whole number of at least 1",
         lambda v: v >= 1,
-        "MAX_SENTENCES N_LAYER N_EMBD N_HEAD EPOCHS EVAL_INTERVAL MAX_TOKENS TOKENS_PER_STEP VALIDATION_TOKENS VALIDATION_INTERVAL",
+        "MAX_SENTENCES N_LAYER N_EMBD N_HEAD EPOCHS EVAL_INTERVAL MAX_TOKENS TOKENS_PER_STEP "
+        "VALIDATION_TOKENS VALIDATION_INTERVAL",
     ),
-    ("a whole number of at least 2", lambda v: v >= 2, "BATCH_SIZE HELD_OUT"),  # one sentence has no negatives
-    ("a whole number of at least 3 ([CLS], a token, [SEP])", lambda v: v >= 3, "MAX_SEQ_LEN N_POSITIONS BLOCK_SIZE"),
+    (
+        "a whole number of at least 2",
+        lambda v: v >= 2,
+        "BATCH_SIZE HELD_OUT",
+    ),  # one sentence has no negatives
+    (
+        "a whole number of at least 3 ([CLS], a token, [SEP])",
+        lambda v: v >= 3,
+        "MAX_SEQ_LEN N_POSITIONS BLOCK_SIZE",
+    ),
     ("a whole number of at least 100", lambda v: v >= 100, "VOCAB_SIZE"),
     ("a whole number from 0 to 2**32 - 1", lambda v: 0 <= v < 2**32, "SEED"),
-    ("a number above 0", lambda v: 0 < v < math.inf, "TEMPERATURE LEARNING_RATE GRAD_CLIP MLM_LEARNING_RATE MASK_RATE"),
+    (
+        "a number above 0",
+        lambda v: 0 < v < math.inf,
+        "TEMPERATURE LEARNING_RATE GRAD_CLIP MLM_LEARNING_RATE MASK_RATE",
+    ),
     ("a number above 0, or inf", lambda v: v > 0, "CLS_SIF"),
-    ("a number of at least 0", lambda v: 0 <= v < math.inf, "WEIGHT_DECAY WARMUP_TOKENS CLS_WEIGHT SAVE_MINUTES"),
+    (
+        "a number of at least 0",
+        lambda v: 0 <= v < math.inf,
+        "WEIGHT_DECAY WARMUP_TOKENS CLS_WEIGHT SAVE_MINUTES",
+    ),
     (
         "a number from 0 to 1",
         lambda v: 0 <= v <= 1,
@@ -69,7 +86,9 @@ def check(values, defaults):
         if value not in CHOICES.get(name, [value]):
             near = difflib.get_close_matches(str(value).lower(), CHOICES[name], n=1, cutoff=0.3)
             choices = " or ".join(choice or '""' for choice in CHOICES[name])
-            raise ValueError(f"{name} must be {choices}, not {value!r}" + (f": did you mean {near[0]}?" if near else ""))
+            raise ValueError(
+                f"{name} must be {choices}, not {value!r}" + (f": did you mean {near[0]}?" if near else "")
+            )
     for rule, holds, names in LIMITS:
         for name in names.split():
             if name in values and not holds(values[name]):
@@ -90,7 +109,9 @@ def override(arguments, configs, knobs, script="this script"):
         if name not in knobs:
             near = difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.5)
             problem = f"{script} does not read {name}" if name in defaults else f"unknown knob {name!r}"
-            raise ValueError(problem + (f": did you mean {near[0]}?" if near else "; --help lists what it reads"))
+            raise ValueError(
+                problem + (f": did you mean {near[0]}?" if near else "; --help lists what it reads")
+            )
         values[name] = parse(name, text, defaults[name])
     check(values, defaults)
     for config in configs:
@@ -110,8 +131,8 @@ def help_text(script, configs, knobs):
 def run(main, script, configs, knobs):
     """Run a script's `main` under its command line; what a user can cause ends in one line, not a traceback.
 
-    script: what stands behind "python" in the command; configs: the modules whose constants may be set; knobs: the names of
-    those that the script reads. Exit status: 0 done, 1 failed, 2 a bad argument, 130 interrupted.
+    script: what stands behind "python" in the command; configs: the modules whose constants may be set; knobs: the
+    names of those that the script reads. Exit status: 0 done, 1 failed, 2 a bad argument, 130 interrupted.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(script, configs, knobs))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 class Dropout(nn.Module):
     """In training, set each element to 0 with probability `p` in [0, 1) and scale the others by 1 / (1 - p).
 
-    On the CPU nn.Dropout draws one random number an element, one after the other, which is a tenth of a training step. Here
-    a 64-bit draw serves four elements with 16 bits each, so p is rounded to a multiple of 1/65,536. Elsewhere it is PyTorch's.
+    On the CPU nn.Dropout draws one random number an element, one after the other. Here a draw of 64 bits serves four
+    elements, so p is rounded to a multiple of 1/65,536. On other devices it is PyTorch's.
     """
 
     def __init__(self, p):
@@ -21,7 +21,9 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0 or x.device.type != "cpu":
             return F.dropout(x, self.p, self.training)
         dropped = min(max(1, round(65_536 * self.p)), 65_535)  # of the 65,536 values of 16 bits
-        bits = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)  # None: to the largest
+        bits = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(
+            -(2**63), None
+        )  # None: to the largest
         kept = (bits.view(torch.int16)[: x.numel()] >= dropped - 32_768).view(x.shape)
         return x * kept.to(x.dtype).mul_(65_536 / (65_536 - dropped))
 

@@ -30,7 +30,7 @@ def first_line(error):
 
 
 def write_together(contents):
-    """Write files, a dict from path to bytes: none of them is replaced before all are on the disk, which may be full."""
+    """Write files, a dict from path to bytes: none is replaced before all are on the disk, which may be full."""
     temporary = {path: f"{path}.{os.getpid()}.tmp" for path in contents}
     path = ""
     try:
@@ -114,7 +114,9 @@ def load_state(path):
     except MemoryError:  # the state is sound
         raise
     except Exception as error:  # zipfile, pickle and torch each raise their own for a damaged file
-        raise ValueError(f"{path} can't be read ({first_line(error)}): begin again with OVERWRITE=True") from None
+        raise ValueError(
+            f"{path} can't be read ({first_line(error)}): begin again with OVERWRITE=True"
+        ) from None
 
 
 # ---- two at once
@@ -124,7 +126,7 @@ def load_state(path):
 def lock(path, what):
     """Hold what lies at `path` for this process alone: a second one gets an OSError that names the first.
 
-    The lock is the operating system's and dies with its process, however that ends. The hidden file beside `path` stays.
+    The lock is the operating system's and dies with its process, however that ends. Its hidden file stays.
     what: the words for it in the message, "the run simcse" say.
     """
     path = Path(path)

@@ -18,7 +18,7 @@ def make_optimizer(parameters, weight_decay, decays=lambda name, p: p.dim() >= 2
 
 
 def learning_rate(peak, done, total, warmup, decay):
-    """The rate after `done` of `total` steps (or tokens): linearly up over `warmup`, at `peak`, down to 0 over the last `decay`."""
+    """The rate after `done` of `total` steps or tokens: up over `warmup`, then `peak`, then down to 0 over `decay`."""
     up = done / warmup if warmup else 1.0
     down = (total - done) / decay if decay else 1.0
     return peak * max(0.0, min(1.0, up, down))

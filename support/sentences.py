@@ -9,17 +9,24 @@ OPENERS, CLOSERS = "\"'“‘«([{¿¡„", "\"'”’»)]}"
 ENDS = tuple(".!?…؟۔।")
 # A space behind closing punctuation may end a sentence; the full stops of Chinese and Japanese need no space.
 BOUNDARY = re.compile(r"(?<=[.!?…؟۔।\"'”’»)\]}]) |[。！？](?![。！？])[」』”’）]* ?")
-TITLES = set("mr mrs ms dr prof st mt gen col lt sgt capt adm maj rev hon sen rep gov pres messrs vs cf e.g i.e".split())
-NUMBERED = set("no nos fig figs p pp vol vols ch sec op eq c ca jan feb mar apr jun jul aug sep sept oct nov dec".split())
+TITLES = set(
+    "mr mrs ms dr prof st mt gen col lt sgt capt adm maj rev hon sen rep gov pres messrs vs cf e.g i.e".split()
+)
+NUMBERED = set(
+    "no nos fig figs p pp vol vols ch sec op eq c ca jan feb mar apr jun jul aug sep sept oct nov dec".split()
+)
 ABBREVIATIONS = set("inc ltd co corp bros jr sr dept univ al est lit esp ed eds approx".split())
-STARTERS = set("""the a an in on at as by for from with to of it its he his she her they their we our you i this that these
+STARTERS = set(
+    """the a an in on at as by for from with to of it its he his she her they their we our you i this that these
     those there here when while where after before during although though however but and or if since because until both
     each all many most some several one two three no not other another such according among despite under over between
-    what who why how today later then thus""".split())
+    what who why how today later then thus""".split()
+)
 UNWANTED = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u200b\ufeff\ud800-\udfff]")
 WORD = re.compile(r"[^\W\d_]\S*")  # of a piece between spaces, what follows its first letter
 UNSPACED = re.compile(  # Thai, Lao, Burmese, Khmer, kana, Han
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 
 
 def clean(text):
@@ -60,13 +67,13 @@ def split_sentences(text):
     sentences, start = [], 0
     for match in BOUNDARY.finditer(text):
         if match[0] == " ":
-            word = text[max(start, text.rfind(" ", start, match.start()) + 1):match.start()].strip(CLOSERS)
-            following = text[match.end():match.end() + 30].lstrip(OPENERS).split(" ")[0]
+            word = text[max(start, text.rfind(" ", start, match.start()) + 1) : match.start()].strip(CLOSERS)
+            following = text[match.end() : match.end() + 30].lstrip(OPENERS).split(" ")[0]
             if not word.endswith(ENDS) or following[:1].islower():
                 continue
             if word.endswith(".") and not full_stop_ends(word.rstrip(".").lstrip(OPENERS), following):
                 continue
-        sentences.append(text[start:match.end()].strip())
+        sentences.append(text[start : match.end()].strip())
         start = match.end()
     return sentences + [text[start:]] * (start < len(text))
 
@@ -110,7 +117,9 @@ def extract(paragraphs, seed, limit, counts):
                 seen.add(key)
                 if len(kept) < limit:
                     kept.append(sentence)
-                elif (place := draw.randrange(len(seen))) < limit:  # reservoir sampling: each is equally likely to stay
+                elif (
+                    place := draw.randrange(len(seen))
+                ) < limit:  # reservoir sampling: each is equally likely to stay
                     kept[place] = sentence
     if len(seen) > limit:
         counts[f"not drawn (MAX_SENTENCES={limit:,})"] = len(seen) - limit

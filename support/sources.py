@@ -28,7 +28,7 @@ def record(part, **entry):
 
 
 def stsb_label():
-    """What data/stsb holds, for every line that prints a score: STS-B, a sample that is no benchmark, or a folder's name."""
+    """What data/stsb holds, as lines that print a score call it: STS-B, a sample (no benchmark), or a folder's name."""
     entry = recorded().get("stsb", {})
     if entry.get("sample"):
         return "sample, no benchmark"

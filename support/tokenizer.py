@@ -137,7 +137,8 @@ def check_settings(folder, settings, stored):
         if settings.get(key):
             raise ValueError(f"{folder}: {key} of tokenizer_config.json is not implemented here")
     for name in ("padding", "truncation"):
-        side = settings.get(f"{name}_side") or (stored.get(name) or {}).get("direction") or "right"
+        default = stored[name].get("direction") if isinstance(stored.get(name), dict) else None
+        side = settings.get(f"{name}_side") or default or "right"
         if str(side).lower() != "right":
             raise ValueError(
                 f"{folder}: its tokenizer's {name}_side is {side!r}, only 'right' is implemented here"

@@ -4,49 +4,68 @@ import csv
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import config
-import train
+import evaluate
+from support import files, runs
+from support.command_line import constants
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-SAMPLE = os.path.join(HERE, "data", "stsb_sample")
-TINY = dict(INIT="random", DROPOUT=0.1, USE_MLP_HEAD=True, LEARNING_RATE=5e-5, N_LAYER=1, N_EMBD=32,
-            N_HEAD=2, N_POSITIONS=64, VOCAB_SIZE=300, BATCH_SIZE=8, EPOCHS=1, EVAL_INTERVAL=4)
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLE = ROOT / "data" / "stsb_sample"
+SHARED = ROOT.parent / "shared" / "data"  # more data, where it is at hand
+TINY = {
+    "INIT": "random",
+    "N_LAYER": 1,
+    "N_EMBD": 32,
+    "N_HEAD": 2,
+    "N_POSITIONS": 64,
+    "VOCAB_SIZE": 300,
+    "BATCH_SIZE": 8,
+    "EVAL_INTERVAL": 4,
+}
 
 
 def sample_sentences():
-    with open(os.path.join(SAMPLE, "validation.csv"), encoding="utf-8", newline="") as file:
+    with open(SAMPLE / "validation.csv", encoding="utf-8", newline="") as file:
         return [row["sentence1"] for row in csv.DictReader(file)]
 
 
 @pytest.fixture
 def workshop(tmp_path, monkeypatch):
-    """An empty place to work in: tiny settings, a few sentences, 40 pairs of the sample, folders of its own."""
-    monkeypatch.setattr(config, "data", str(tmp_path / "data"))
-    monkeypatch.setattr(config, "checkpoints", str(tmp_path / "checkpoints"))
-    monkeypatch.setattr(config, "results", str(tmp_path / "results"))
-    monkeypatch.setattr(config, "overridden", set())
-    for name, value in (config.DEFAULTS | TINY).items():
+    """An empty place to work in: tiny settings, 80 sentences, 40 pairs of the sample, folders of its own."""
+    monkeypatch.setattr(files, "DATA", tmp_path / "data")
+    monkeypatch.setattr(files, "CHECKPOINTS", tmp_path / "checkpoints")
+    for name, value in (constants([config]) | TINY).items():
         monkeypatch.setattr(config, name, value)
-    monkeypatch.setattr(train, "draw_curves", lambda *_: None)      # drawing takes longer than these runs
+    monkeypatch.setattr(runs, "draw_curves", lambda *_: None)  # drawing takes longer than these runs
+    evaluate.load_sts_b.cache_clear()
     (tmp_path / "data" / "stsb").mkdir(parents=True)
-    (tmp_path / "data" / "sentences.txt").write_text("\n".join(sample_sentences()[:80]), encoding="utf-8")
+    text = "\n".join(sample_sentences()[:80])
+    (tmp_path / "data" / "sentences.txt").write_text(text, encoding="utf-8")
     for split in ("validation", "test"):
-        with open(os.path.join(SAMPLE, f"{split}.csv"), encoding="utf-8") as file:
-            (tmp_path / "data" / "stsb" / f"{split}.csv").write_text("".join(file.readlines()[:41]), encoding="utf-8")
+        lines = (SAMPLE / f"{split}.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / "data" / "stsb" / f"{split}.csv").write_text("".join(lines[:41]), encoding="utf-8")
     (tmp_path / "data" / "sources.json").write_text('{"stsb": {"sample": true}}')
-    return tmp_path
+    yield tmp_path
+    evaluate.load_sts_b.cache_clear()
 
 
-def script(name, *arguments, cwd=HERE, **environment):
-    """Run a script in a process of its own."""
-    return subprocess.run([sys.executable, os.path.join(cwd, name), *arguments], cwd=cwd, text=True, capture_output=True,
-                          timeout=120, env=os.environ | environment)
+def script(*command, cwd=ROOT, **environment):
+    """Run a script, say script("train.py", "SEED=1") or script("-m", "pretraining.pretrain"), in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
 
 
 def contents(folder):
     """Every file below a folder with its bytes, less run.json, which holds seconds."""
-    return {os.path.relpath(os.path.join(place, name), folder): open(os.path.join(place, name), "rb").read()
-            for place, _, names in os.walk(folder) for name in names if name != "run.json"}
+    paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != "run.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
