@@ -85,7 +85,11 @@ def given_encoder():
     """MLM_INIT's encoder and head. Raises ValueError or OSError where it is not such as this script makes."""
     encoder = SimCSEEncoder.from_pretrained(config.MLM_INIT, "cls", config.MLM_DROPOUT)
     head = mlm.MaskedLanguageHead(encoder)
-    checkpoint.load_head(hub.find(config.MLM_INIT), head.weights())
+    try:
+        checkpoint.load_head(hub.find(config.MLM_INIT), head.weights())
+    except ValueError as error:  # train.py, for one, leaves it out
+        problem = f"MLM_INIT={config.MLM_INIT} has no head for masked words to go on with"
+        raise ValueError(f"{problem}: {error}") from None
     first_tokens = [encoder.tokenizer.id_to_token(i) for i in range(len(SPECIAL_TOKENS))]
     if first_tokens != SPECIAL_TOKENS:
         asked = f"{', '.join(SPECIAL_TOKENS)}, as that of an encoder made by pretrain.py does"
