@@ -100,7 +100,8 @@ def find(folder_or_hub_name):
             return snapshot_download(name, allow_patterns=wanted(there), etag_timeout=SECONDS)
     except Exception as error:  # unreachable, too slow, refusing, cut off: the cache may still have it
         try:
-            return snapshot_download(name, local_files_only=True)
+            patterns = [*SETTINGS, "model.safetensors", "model-*-of-*.safetensors"]
+            return snapshot_download(name, allow_patterns=patterns, local_files_only=True)
         except Exception:
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
             advice = "name a local folder, or try again later or with HF_ENDPOINT set to a mirror"

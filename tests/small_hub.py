@@ -1,4 +1,4 @@
-"""A Hugging Face Hub in miniature on 127.0.0.1, for tests: enough of it for `datasets` and `huggingface_hub` to load from.
+"""A Hugging Face Hub in miniature on 127.0.0.1: enough of it for `datasets` and `huggingface_hub` to load from.
 
     with serve({"datasets/nyu-mll/glue": {"stsb/validation.csv": b"..."}, "models/tiny/bert": {...}}) as url:
         subprocess.run(..., env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": a fresh folder})
@@ -14,7 +14,9 @@ import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-API = re.compile(r"/api/(?P<repo>(datasets|models)/[^/]+/[^/]+)(/(?P<what>revision|tree|paths-info)/[^/]+(/(?P<path>.*))?)?")
+API = re.compile(
+    r"/api/(?P<repo>(datasets|models)/[^/]+/[^/]+)(/(?P<what>revision|tree|paths-info)/[^/]+(/(?P<path>.*))?)?"
+)
 FILE = re.compile(r"/(?P<repo>(datasets/)?[^/]+/[^/]+)/resolve/[^/]+/(?P<path>.+)")
 
 
@@ -52,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(server.fault)
         path = urllib.parse.unquote(self.path.partition("?")[0])
         api, file = API.fullmatch(path), FILE.fullmatch(path)
-        if server.fault == "down again" and (file or (api and api["what"])):     # all but the first question
+        if server.fault == "down again" and (file or (api and api["what"])):  # all but the first question
             return self.answer(500)
         found = api or file
         repo = found["repo"] if found else ""
@@ -73,20 +75,37 @@ class Handler(BaseHTTPRequestHandler):
             folder = api["path"] + "/" if api["path"] else ""
             inside = [path for path in files if path.startswith(folder)]
             if "recursive=True" not in self.path and "recursive=true" not in self.path:
-                folders = {folder + path[len(folder):].split("/")[0] for path in inside if "/" in path[len(folder):]}
-                return ([{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)]
-                        + [entry(path, files[path]) for path in inside if "/" not in path[len(folder):]])
+                folders = {
+                    folder + path[len(folder) :].split("/")[0]
+                    for path in inside
+                    if "/" in path[len(folder) :]
+                }
+                return [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)] + [
+                    entry(path, files[path]) for path in inside if "/" not in path[len(folder) :]
+                ]
             return [entry(path, files[path]) for path in inside]
         if api["what"] == "paths-info":
             try:
                 paths = json.loads(sent)["paths"]
             except ValueError:
                 paths = urllib.parse.parse_qs(sent.decode())["paths"]
-            folders = [{"type": "directory", "path": path, "oid": "0" * 40} for path in paths
-                       if any(name.startswith(path + "/") for name in files)]
+            folders = [
+                {"type": "directory", "path": path, "oid": "0" * 40}
+                for path in paths
+                if any(name.startswith(path + "/") for name in files)
+            ]
             return folders + [entry(path, files[path]) for path in paths if path in files]
-        return {"id": repo.partition("/")[2], "sha": commit(files), "private": False, "gated": False, "disabled": False,
-                "downloads": 0, "likes": 0, "tags": [], "siblings": [{"rfilename": path} for path in files]}
+        return {
+            "id": repo.partition("/")[2],
+            "sha": commit(files),
+            "private": False,
+            "gated": False,
+            "disabled": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+            "siblings": [{"rfilename": path} for path in files],
+        }
 
     def send_file(self, data, head):
         head = {**head, "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
@@ -97,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
             for name, value in {**head, "Content-Length": len(data)}.items():
                 self.send_header(name, str(value))
             self.end_headers()
-            self.wfile.write(data[:len(data) // 2])
+            self.wfile.write(data[: len(data) // 2])
             self.close_connection = True
         elif start:
             start = int(start[1])
@@ -113,8 +132,8 @@ def serve(repos, fault=None, log=None):
     """Serve repositories, {"datasets/owner/name" or "models/owner/name": {path: bytes}}, and yield the URL.
 
     `fault` is None, an HTTP status that everything is answered with, "slow" (no answer at all), "down again" (status
-    500 to all but the question what a repository holds), or "cut" (the first download of more than 1,000 bytes breaks off in the
-    middle). `log` is a list that gets (method, path, Range header) of each request.
+    500 to all but the question what a repository holds), or "cut" (the first download of more than 1,000 bytes breaks
+    off in the middle). `log` is a list that gets (method, path, Range header) of each request.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
