@@ -33,7 +33,7 @@ VOCAB_SIZE = 8192        # WordPiece vocabulary learned from the corpus, in toke
 # Runs (train.py)
 SEED = 42                # every random choice follows from it
 DEVICE = "auto"          # auto (cuda, else mps, else cpu) or a torch device such as cpu or cuda:1
-PRECISION = "auto"       # of the matrix products in training: float32, bfloat16, or auto (bfloat16 where the hardware has it)
+PRECISION = "auto"       # of the matrix products in training: float32, bfloat16, or auto (bfloat16 if in hardware)
 RUN_NAME = ""            # folder under checkpoints/; "" names it after the settings that differ from the chapter's
 OVERWRITE = False        # True: replace a run of the same name
 RESUME = False           # True: go on with a run that was stopped

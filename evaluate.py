@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import math
 import warnings
 
 import numpy as np
@@ -38,16 +37,11 @@ def load_sts_b(split="validation"):
         sentences1, sentences2 = [row["sentence1"] for row in rows], [row["sentence2"] for row in rows]
         scores = np.array([float(row["score"]) for row in rows])
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        problem = f"is not as download_data.py writes it ({error})"
-        raise ValueError(f"{path} {problem}: run that again, STSB= takes your own") from None
+        raise ValueError(f"{path} is not as download_data.py writes it ({error}): run that again") from None
     if not all(sentences1 + sentences2) or not ((scores >= 0) & (scores <= 5)).all():
-        raise ValueError(
-            f"{path} has an empty sentence or a score not from 0 to 5: run download_data.py STSB= on it"
-        )
+        raise ValueError(f"{path} has an empty sentence or a score not from 0 to 5: run download_data.py")
     if len(set(scores)) < 2:
-        raise ValueError(
-            f"{path} holds {len(rows)} pairs and no two different scores: there is nothing to rank"
-        )
+        raise ValueError(f"{path} has {len(rows)} pairs, no two with different scores: nothing to rank")
     return sentences1, sentences2, scores
 
 
@@ -57,16 +51,13 @@ def encode_sentences(encoder, sentences, device=None):
 
     device: default is where the encoder is. Returns a float32 numpy array (N, C).
     """
-    if device is not None:
-        encoder.to(device)
-    device = encoder.token_embedding.weight.device
+    device = torch.device(device or encoder.token_embedding.weight.device)
+    encoder.to(device)
     batch_size = 32 if device.type == "cpu" else 512  # a CPU's caches hold no more
     embeddings = np.empty((len(sentences), encoder.token_embedding.embedding_dim), np.float32)
     was_training = encoder.training
     encoder.eval()  # dropout off
-    order = np.argsort(
-        [len(sentence) for sentence in sentences], kind="stable"
-    )  # of like lengths, to pad little
+    order = np.argsort([len(sentence) for sentence in sentences], kind="stable")  # to pad little
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         idx, attention_mask = encoder.tokenize([sentences[row] for row in rows])  # (B, T), (B, T)
@@ -109,35 +100,29 @@ def measure(encoder, split="validation", device=None):
     return {"spearman": spearman, "alignment": alignment, "uniformity": uniformity}
 
 
-def print_row(name, pooler="", tokens="", spearman=None, alignment=None, uniformity=None):
-    """A line of the table: an encoder, how it pools, at how many tokens it cuts, and its numbers, where it has them."""
-
-    def cell(value, digits):
-        return "" if value is None else "undefined" if math.isnan(value) else f"{value:.{digits}f}"
-
-    data = f"{stsb_label()}, {config.SPLIT}"
-    numbers = f"{cell(spearman, 2):>10}{cell(alignment, 3):>11}{cell(uniformity, 3):>12}"
-    print(f"{name:32} {pooler:6} {tokens!s:6} {data:34}{numbers}".rstrip())
+def print_row(name, pooler, tokens, spearman, *geometry):
+    """A line of the table: an encoder, how it pools, at how many tokens it cuts, the data, and its numbers."""
+    numbers = [f"{spearman:.2f}", *(f"{number:.3f}" for number in geometry)]
+    cells = [f"{number.replace('nan', 'undefined'):>11}" for number in numbers]
+    print(f"{name:32} {pooler:6} {tokens!s:6} {f'{stsb_label()}, {config.SPLIT}':32}", *cells)
 
 
 def main():
     device = pick_device(config.DEVICE)
-    if config.CHECKPOINT:
-        last = hub.find(config.CHECKPOINT)
-        encoders = {config.CHECKPOINT: last}
-    else:
-        last = runs.newest_run()
+    last = hub.find(config.CHECKPOINT) if config.CHECKPOINT else runs.newest_run()
+    encoders = {config.CHECKPOINT: last}
+    if not config.CHECKPOINT:
         start = runs.start_of(last)
         encoders = {f"start: {files.shown(start)}": start, files.shown(last): last}
     pooler = load_pooler(last, config.EVAL_POOLER or None)  # the start is pooled as the run is
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
-    print(f"{'encoder':32} pooler tokens {'data':34}{'Spearman':>10}{'alignment':>11}{'uniformity':>12}")
+    print(f"{'encoder':32} pooler tokens {'data':32} {'Spearman':>11}{'alignment':>12}{'uniformity':>12}")
     for name, folder in encoders.items():
         encoder = SimCSEEncoder.from_pretrained(folder, pooler)
-        print_row(name, pooler, encoder.max_seq_len, **measure(encoder, config.SPLIT, device))
+        print_row(name, pooler, encoder.max_seq_len, *measure(encoder, config.SPLIT, device).values())
     for name, tf_idf in (("bag of words", False), ("TF-IDF", True)):
         cosine = bag_of_words(sentences1, sentences2, tf_idf)
-        print_row(name, spearman=float(spearmanr(cosine, scores).statistic) * 100)
+        print_row(name, "", "", spearmanr(cosine, scores).statistic * 100)
 
 
 if __name__ == "__main__":

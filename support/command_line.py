@@ -8,56 +8,35 @@ import sys
 
 from support.files import first_line
 
-# what each constant may be, beyond the type of its default
+# what each constant may be: its type, the rest of it in words and as a function, and the constants that this holds for
 LIMITS = [
-    (
-        "a whole number of at least 1",
-        lambda v: v >= 1,
-        "MAX_SENTENCES N_LAYER N_EMBD N_HEAD EPOCHS EVAL_INTERVAL MAX_TOKENS TOKENS_PER_STEP "
-        "VALIDATION_TOKENS VALIDATION_INTERVAL",
-    ),
-    (
-        "a whole number of at least 2",
-        lambda v: v >= 2,
-        "BATCH_SIZE HELD_OUT",
-    ),  # one sentence has no negatives
-    (
-        "a whole number of at least 3 ([CLS], a token, [SEP])",
-        lambda v: v >= 3,
-        "MAX_SEQ_LEN N_POSITIONS BLOCK_SIZE",
-    ),
-    ("a whole number of at least 100", lambda v: v >= 100, "VOCAB_SIZE"),
-    ("a whole number from 0 to 2**32 - 1", lambda v: 0 <= v < 2**32, "SEED"),
-    (
-        "a number above 0",
-        lambda v: 0 < v < math.inf,
-        "TEMPERATURE LEARNING_RATE GRAD_CLIP MLM_LEARNING_RATE MASK_RATE",
-    ),
-    ("a number above 0, or inf", lambda v: v > 0, "CLS_SIF"),
-    (
-        "a number of at least 0",
-        lambda v: 0 <= v < math.inf,
-        "WEIGHT_DECAY WARMUP_TOKENS CLS_WEIGHT SAVE_MINUTES",
-    ),
-    (
-        "a number from 0 to 1",
-        lambda v: 0 <= v <= 1,
-        "WARMUP_RATIO SENTENCE_RATE LONG_RATE MASK_RATE DECAY_SHARE DROPOUT_SHARE",
-    ),
-    ("a number of at least 0 and below 1", lambda v: 0 <= v < 1, "DROPOUT MLM_DROPOUT"),
-    ("set", lambda v: v != "", "CORPUS STSB INIT DEVICE MLM_FOLDER"),
-    (
-        "a folder name without / or \\",
-        lambda v: v == v.strip() and not re.search(r"[/\\\0\n]|^\.", v),
-        "RUN_NAME",
-    ),
-]
+    (bool, "True or False", lambda v: True, "USE_MLP_HEAD FIXED_MASK OVERWRITE RESUME"),
+    (int, "a whole number of at least 0", lambda v: v >= 0, "WARMUP_TOKENS"),
+    (int, "a whole number of at least 1", lambda v: v >= 1, "MAX_SENTENCES N_LAYER N_EMBD N_HEAD EPOCHS EVAL_INTERVAL"),
+    (int, "a whole number of at least 1", lambda v: v >= 1, "MAX_TOKENS TOKENS_PER_STEP"),
+    (int, "a whole number of at least 1", lambda v: v >= 1, "VALIDATION_TOKENS VALIDATION_INTERVAL"),
+    (int, "a whole number of at least 2", lambda v: v >= 2, "BATCH_SIZE HELD_OUT"),  # one sentence has no negatives
+    (int, "a whole number of at least 3", lambda v: v >= 3, "MAX_SEQ_LEN N_POSITIONS BLOCK_SIZE"),  # [CLS] and [SEP]
+    (int, "a whole number of at least 100", lambda v: v >= 100, "VOCAB_SIZE"),
+    (int, "a whole number from 0 to 2**32 - 1", lambda v: 0 <= v < 2**32, "SEED"),
+    (float, "a number above 0", lambda v: 0 < v < math.inf, "TEMPERATURE LEARNING_RATE GRAD_CLIP MLM_LEARNING_RATE"),
+    (float, "a number above 0, or inf", lambda v: v > 0, "CLS_SIF"),
+    (float, "a number of at least 0", lambda v: 0 <= v < math.inf, "WEIGHT_DECAY CLS_WEIGHT SAVE_MINUTES"),
+    (float, "a number above 0 and at most 1", lambda v: 0 < v <= 1, "MASK_RATE"),
+    (float, "a number from 0 to 1", lambda v: 0 <= v <= 1, "WARMUP_RATIO DECAY_SHARE DROPOUT_SHARE"),
+    (float, "a number from 0 to 1", lambda v: 0 <= v <= 1, "SENTENCE_RATE LONG_RATE"),
+    (float, "a number of at least 0 and below 1", lambda v: 0 <= v < 1, "DROPOUT MLM_DROPOUT"),
+    (str, "text", lambda v: True, "CHECKPOINT PRETRAIN_CORPUS MLM_INIT POOLER EVAL_POOLER SPLIT PRECISION"),
+    (str, "set", lambda v: v != "", "CORPUS STSB INIT DEVICE MLM_FOLDER"),
+    (str, "a folder name without / or \\", lambda v: v == v.strip() and not re.search(r"[/\\\0\n]|^\.", v), "RUN_NAME"),
+]  # fmt: skip
 CHOICES = {
     "POOLER": ["cls", "mean"],
     "EVAL_POOLER": ["", "cls", "mean"],
     "SPLIT": ["validation", "test"],
     "PRECISION": ["auto", "float32", "bfloat16"],
 }
+TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
 
 
 def constants(configs):
@@ -65,34 +44,36 @@ def constants(configs):
     return {name: value for config in configs for name, value in vars(config).items() if name.isupper()}
 
 
-def parse(name, text, default):
-    """The value that `text` stands for, of the type of the default; raises ValueError where it is of another type."""
+def type_of(name, default):
+    """The type of a constant; a reader's edit of its line does not change it: DROPOUT = 0 is still a rate."""
+    return next((kind for kind, _, _, names in LIMITS if name in names.split()), type(default))
+
+
+def parse(name, text, kind):
+    """The value of a type that `text` stands for; raises ValueError where it stands for none."""
     try:
-        if isinstance(default, bool):
+        if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return type(default)(text)
+        return kind(text)
     except (KeyError, ValueError):
-        expected = {bool: "True or False", int: "a whole number", float: "a number"}[type(default)]
-        raise ValueError(f"{name} must be {expected}, not {text!r}") from None
+        raise ValueError(f"{name} must be {TYPES[kind]}, not {text!r}") from None
 
 
-def check(values, defaults):
-    """Raise ValueError, naming the constant, where one is of another type than its default, or out of range."""
-    for name, value in values.items():
-        kind = type(defaults[name])
-        allowed = (int, float) if kind is float else kind
-        if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
-            raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
-        if value not in CHOICES.get(name, [value]):
-            near = difflib.get_close_matches(str(value).lower(), CHOICES[name], n=1, cutoff=0.3)
-            choices = " or ".join(choice or '""' for choice in CHOICES[name])
-            raise ValueError(
-                f"{name} must be {choices}, not {value!r}" + (f": did you mean {near[0]}?" if near else "")
-            )
-    for rule, holds, names in LIMITS:
-        for name in names.split():
-            if name in values and not holds(values[name]):
-                raise ValueError(f"{name} must be {rule}, not {values[name]!r}")
+def check(name, value, kind):
+    """The value of a constant, as a float where its type is that; raises ValueError where it can't be."""
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{name} must be {TYPES[kind]}, not {value!r}")
+    if value not in CHOICES.get(name, [value]):
+        near = difflib.get_close_matches(value.lower(), CHOICES[name], n=1, cutoff=0.3)
+        choices = " or ".join(choice or '""' for choice in CHOICES[name])
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name} must be {choices}, not {value!r}{hint}")
+    for _, rule, holds, names in LIMITS:
+        if name in names.split() and not holds(value):
+            raise ValueError(f"{name} must be {rule}, not {value!r}")
+    return value
 
 
 def override(arguments, configs, knobs, script="this script"):
@@ -100,20 +81,19 @@ def override(arguments, configs, knobs, script="this script"):
 
     knobs: the names that the script reads. Raises ValueError for an unknown name or a value that can't be.
     """
-    defaults = constants(configs)
-    values = dict(defaults)
+    values = constants(configs)
+    types = {name: type_of(name, value) for name, value in values.items()}
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals:
             raise ValueError(f"{argument!r} is not of the form NAME=value")
         if name not in knobs:
             near = difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.5)
-            problem = f"{script} does not read {name}" if name in defaults else f"unknown knob {name!r}"
-            raise ValueError(
-                problem + (f": did you mean {near[0]}?" if near else "; --help lists what it reads")
-            )
-        values[name] = parse(name, text, defaults[name])
-    check(values, defaults)
+            hint = f": did you mean {near[0]}?" if near else "; --help lists what it reads"
+            problem = f"{script} does not read {name}" if name in values else f"unknown knob {name!r}"
+            raise ValueError(problem + hint)
+        values[name] = parse(name, text, types[name])
+    values = {name: check(name, value, types[name]) for name, value in values.items()}
     for config in configs:
         for name in constants([config]):
             setattr(config, name, values[name])

@@ -28,7 +28,7 @@ def has_bfloat16(device):
 
 
 def pick_precision(name, device):
-    """The number format of training on a device: "float32", "bfloat16", or "auto", bfloat16 where the hardware has it."""
+    """The number format of training on a device, "float32" or "bfloat16"; "auto" is that where hardware has it."""
     if name == "auto":
         return "bfloat16" if has_bfloat16(device) else "float32"
     return name

@@ -14,6 +14,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p):
         super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"a dropout rate is at least 0 and below 1, not {p!r}")
         self.p = p
 
     def forward(self, x):
@@ -21,9 +23,8 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0 or x.device.type != "cpu":
             return F.dropout(x, self.p, self.training)
         dropped = min(max(1, round(65_536 * self.p)), 65_535)  # of the 65,536 values of 16 bits
-        bits = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(
-            -(2**63), None
-        )  # None: to the largest
+        bits = torch.empty((x.numel() + 3) // 4, dtype=torch.int64)
+        bits.random_(-(2**63), None)  # from the smallest to the largest
         kept = (bits.view(torch.int16)[: x.numel()] >= dropped - 32_768).view(x.shape)
         return x * kept.to(x.dtype).mul_(65_536 / (65_536 - dropped))
 

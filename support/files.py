@@ -135,9 +135,10 @@ def lock(path, what):
     try:
         held.acquire(timeout=0)
     except Timeout:
+        user = "another process"
         with contextlib.suppress(OSError):
-            what = f"{what} is in use by {holder.read_text(encoding='utf-8').strip()}"
-        raise OSError(f"{what}: wait until it ends, or stop it") from None
+            user = holder.read_text(encoding="utf-8").strip() or user
+        raise OSError(f"{what} is in use by {user}: wait until it ends, or stop it") from None
     try:
         holder.write_text(f"process {os.getpid()}\n", encoding="utf-8")
         yield

@@ -31,7 +31,7 @@ TITLES = {
 
 
 def run_folder(name, settings, defaults):
-    """The folder of a run under checkpoints/; without a name it has one made of the settings that are not the default."""
+    """The folder of a run under checkpoints/, named after the settings that are not the default unless it has a name."""
     changed = [f"{knob}={value}" for knob, value in settings.items() if value != defaults[knob]]
     return files.CHECKPOINTS / (name or re.sub(r"[^\w=.+-]+", "_", "-".join(["simcse", *changed]))[:200])
 
@@ -47,9 +47,8 @@ def read_run(folder):
 
 def newest_run():
     """The run folder that was written last; raises FileNotFoundError where there is none."""
-    kept = [
-        path for path in files.CHECKPOINTS.glob("*/run.json") if (path.parent / "model.safetensors").exists()
-    ]
+    found = files.CHECKPOINTS.glob("[!.]*/run.json")  # a name with a dot is a run that was being replaced
+    kept = [path for path in found if (path.parent / "model.safetensors").exists()]
     if not kept:
         command = "train one with python train.py, or name a CHECKPOINT="
         raise FileNotFoundError(f"there is no run in {files.CHECKPOINTS}: {command}")
@@ -143,10 +142,10 @@ def rank(row):
 class Run:
     """One training: `with Run(...) as run`, run.record at step 0, then run.steps, run.log, run.record, and run.finish.
 
-    settings: what the reader chose; conditions: what else the outcome depends on (data, device, number format). Both are
-    kept in run.json, and a run is resumed only where both are as they were. Raises ValueError in one line where they are
-    not, where the folder is taken and neither resume nor overwrite says what to do, or where what it holds is damaged;
-    OSError where another process trains into it.
+    settings: what the reader chose; conditions: what else the outcome depends on (data, device, number format). Both
+    are kept in run.json, and a run is resumed only where both are as they were. Raises ValueError in one line where
+    they are not, where the folder is taken and neither resume nor overwrite says what to do, or where what it holds is
+    damaged; OSError where another process trains into it.
     """
 
     def __init__(self, folder, settings, conditions, encoder, optimizer, resume=False, overwrite=False):
@@ -169,8 +168,10 @@ class Run:
             raise
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, kind, *_):
         self.held.__exit__(None, None, None)
+        if kind is KeyboardInterrupt:
+            raise KeyboardInterrupt("RESUME=True goes on from the last score") from None
 
     # ---- the folder
 
@@ -262,10 +263,11 @@ class Run:
     def log(self, loss):
         """Take note of a step's loss, a scalar tensor; raises ValueError where it is not finite, within a second."""
         self.losses.append(loss.detach())
+        look = time.time() - self.looked > 1  # seldom, as to read a loss is to wait for the GPU
+        last = self.finite_losses()[-1] if look else None
         self.trained_steps += 1
         self.trained_seconds += time.time() - self.clock
-        if time.time() - self.looked > 1:  # seldom, as to read a loss is to wait for the GPU
-            last = self.finite_losses()[-1]
+        if look:
             score = f"{stsb_label().split(',')[0]} {self.rows[-1]['spearman']:.2f}"
             speed = f"{self.sentences_per_second():.0f} sentences/s"
             self.bar.set_postfix_str(f"loss {last:.3g}, {score}, {speed}", refresh=False)
