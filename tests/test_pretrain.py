@@ -24,7 +24,7 @@ from pretraining import config, pretrain
 from pretraining import masked_language_model as mlm
 from pretraining import pretraining_batches as batches
 from pretraining.neighbours import look_at_neighbours
-from support import checkpoint, files
+from support import checkpoint, files, runs
 from support.files import read_json
 from support.tokenizer import train_tokenizer
 
@@ -80,12 +80,13 @@ def one_thread():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a corpus, the knobs of a tiny run set to it, and no STS-B."""
+    """A folder with a corpus, the knobs of a tiny run set to it, no STS-B, and no curves: to draw takes a second."""
     (tmp_path / "corpus.txt").write_text(text(), encoding="utf-8")
     set_knobs(
         monkeypatch, **KNOBS, PRETRAIN_CORPUS=str(tmp_path / "corpus.txt"), MLM_FOLDER=str(tmp_path / "mlm")
     )
     monkeypatch.setattr(files, "DATA", tmp_path)
+    monkeypatch.setattr(runs, "draw_curves", lambda *_: None)
     evaluate.load_sts_b.cache_clear()
     return tmp_path
 
@@ -336,7 +337,6 @@ def test_a_run_learns_and_says_so(folder, capsys, monkeypatch, precision):
     assert float(last["loss"]) < float(first["loss"]) < np.log(300)
     assert float(last["train_loss"]) < float(first["train_loss"])
     assert 0 < float(last["accuracy"]) < 1 and last["stsb_cls"] == ""  # no STS-B there
-    assert (folder / "mlm" / "curves.png").stat().st_size > 1000
     printed = capsys.readouterr().out
     assert "the capital of france is [MASK]" in printed and f"weights on cpu in {precision}, " in printed
     stored = read_json(folder / "mlm" / "pretraining.json")
@@ -361,6 +361,17 @@ def test_a_run_learns_and_says_so(folder, capsys, monkeypatch, precision):
     set_knobs(monkeypatch, MLM_FOLDER=str(folder / "other"))
     with pytest.raises(ValueError, match="no run"):
         pretrain.main()
+
+
+def test_the_curves_are_drawn_with_and_without_stsb(tmp_path):
+    history = [
+        {"step": 1, "train_loss": 2.0, "loss": 2.5, "accuracy": 0.1, "stsb_cls": None, "stsb_mean": None}
+    ]
+    history.append(history[0] | {"step": 2, "stsb_cls": 50.0, "stsb_mean": 40.0})
+    for n in (1, 2):
+        pretrain.write_metrics(tmp_path / str(n), history[:n])
+        assert (tmp_path / str(n) / "curves.png").read_bytes().startswith(b"\x89PNG")
+        assert len(rows(tmp_path / str(n))) == n
 
 
 def test_stsb_is_scored_under_both_poolings_where_it_is_there(model, folder):
@@ -421,8 +432,6 @@ def test_dropout_is_off_and_then_on_everywhere(model):
 
 @BOTH_FORMATS
 def test_a_killed_run_goes_on_to_the_same_bytes(folder, monkeypatch, precision):
-    curves = {}
-    monkeypatch.setattr(pretrain, "write_metrics", curves.__setitem__)  # drawing takes a second
     set_knobs(monkeypatch, MLM_FOLDER=str(folder / "whole"), PRECISION=precision)
     pretrain.main()
     set_knobs(monkeypatch, SAVE_MINUTES=0.0)  # from here on after every step
@@ -458,7 +467,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(folder, monkeypatch, precision):
     pretrain.main()
     ours, whole = (folder / name / "model.safetensors" for name in ("mlm", "whole"))
     assert ours.read_bytes() == whole.read_bytes()
-    ours, whole = ([row | {"hours": 0} for row in curves[folder / name]] for name in ("mlm", "whole"))
+    ours, whole = ([row | {"hours": 0} for row in rows(folder / name)] for name in ("mlm", "whole"))
     assert ours == whole and len(ours) == 2
 
 
