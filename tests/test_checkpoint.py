@@ -18,10 +18,10 @@ from evaluate import encode_sentences, evaluate_stsb
 from model import SimCSEEncoder
 from support import checkpoint, files, hub
 from support.tokenizer import load_tokenizer, train_tokenizer
-from tests.conftest import contents, sample_sentences
+from tests.conftest import SHARED, contents, sample_sentences
 from tests.small_hub import serve
 
-SHARED_STSB = files.ROOT.parent / "shared" / "data" / "stsb"
+SHARED_STSB = SHARED / "stsb"
 # upper case, accents, Chinese characters, a word within a word, and a special token, beside everyday sentences
 SENTENCES = [
     *sample_sentences()[:12],
