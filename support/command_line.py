@@ -10,11 +10,11 @@ from support.files import first_line
 
 # what each constant may be: its type, the rest of it in words and as a function, and the constants that this holds for
 LIMITS = [
-    (bool, "True or False", lambda v: True, "USE_MLP_HEAD FIXED_MASK OVERWRITE RESUME"),
+    (bool, "True or False", lambda v: True, "USE_MLP_HEAD HEAD_AT_EVALUATION FIXED_MASK OVERWRITE RESUME"),
     (int, "a whole number of at least 0", lambda v: v >= 0, "WARMUP_TOKENS"),
     (int, "a whole number of at least 1", lambda v: v >= 1, "MAX_SENTENCES N_LAYER N_EMBD N_HEAD EPOCHS EVAL_INTERVAL"),
     (int, "a whole number of at least 1", lambda v: v >= 1, "MAX_TOKENS TOKENS_PER_STEP"),
-    (int, "a whole number of at least 1", lambda v: v >= 1, "VALIDATION_TOKENS VALIDATION_INTERVAL"),
+    (int, "a whole number of at least 1", lambda v: v >= 1, "VALIDATION_TOKENS VALIDATION_INTERVAL ROUNDS"),
     (int, "a whole number of at least 2", lambda v: v >= 2, "BATCH_SIZE HELD_OUT"),  # one sentence has no negatives
     (int, "a whole number of at least 3", lambda v: v >= 3, "MAX_SEQ_LEN N_POSITIONS BLOCK_SIZE"),  # [CLS] and [SEP]
     (int, "a whole number of at least 100", lambda v: v >= 100, "VOCAB_SIZE"),
