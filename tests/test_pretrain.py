@@ -215,6 +215,8 @@ def test_only_masked_positions_enter_the_loss(model, precision):
     logits, targets, cls_logits = mlm.predict(encoder, head, masked, precision)
     assert logits.shape == (*masked[1].shape, vocab_size) and targets.tolist() == masked[2].tolist()
     assert logits.dtype == cls_logits.dtype == torch.float32
+    for scores in (logits, cls_logits):  # computed in the format that was asked for
+        assert torch.equal(scores, scores.bfloat16().float()) == (precision == "bfloat16")
     hidden = encoder(torch.from_numpy(masked[0]), torch.ones(4, 12))
     everywhere = head(hidden, encoder.token_embedding.weight)  # (4, 12, V)
     expected = everywhere[torch.arange(4)[:, None], torch.from_numpy(masked[1])]
