@@ -31,7 +31,7 @@ TITLES = {
 
 
 def run_folder(name, settings, defaults):
-    """The folder of a run under checkpoints/, named after the settings that are not the default unless it has a name."""
+    """The folder of a run under checkpoints/; an empty name is made of the settings that are not the default."""
     changed = [f"{knob}={value}" for knob, value in settings.items() if value != defaults[knob]]
     return files.CHECKPOINTS / (name or re.sub(r"[^\w=.+-]+", "_", "-".join(["simcse", *changed]))[:200])
 
@@ -157,6 +157,7 @@ class Run:
         self.trained_steps, self.trained_seconds, self.looked = 0, 0.0, 0.0
         self.started = time.time()
         self.held = files.lock(self.folder, f"the run {self.folder.name}")
+        self.replaced = None  # where the run lies that this one replaces, until there is a score
 
     def __enter__(self):
         self.held.__enter__()
@@ -164,13 +165,13 @@ class Run:
             self.prepare_folder()
             self.seconds_before = read_run(self.folder)["seconds"]
         except BaseException:
-            self.held.__exit__(None, None, None)
+            self.leave_folder()
             raise
         return self
 
     def __exit__(self, kind, *_):
-        self.held.__exit__(None, None, None)
-        if kind is KeyboardInterrupt:
+        self.leave_folder()
+        if kind is KeyboardInterrupt and self.rows:
             raise KeyboardInterrupt("RESUME=True goes on from the last score") from None
 
     # ---- the folder
@@ -191,15 +192,22 @@ class Run:
                 state = "finished: " if run["finished"] else "unfinished: go on with RESUME=True, "
                 ways = "name another with RUN_NAME=, or replace it with OVERWRITE=True"
                 raise ValueError(f"{name} is there already, {state}{ways}")
-            old = self.folder.parent / f".{name}.old"  # a name that no run can have
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(self.folder, old)  # in one step, then at leisure
-            shutil.rmtree(old)
+            replaced = self.folder.parent / f".{name}.old"  # a name that no run can have
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(self.folder, replaced)
+            self.replaced = replaced
         elif self.folder.is_dir() and any(not entry.name.endswith(".tmp") for entry in self.folder.iterdir()):
             raise ValueError(f"{self.folder} is there and is no run of train.py: choose another RUN_NAME")
         elif self.resume:
             raise ValueError(f"there is no run {name} to resume")
         self.begin(local)
+
+    def leave_folder(self):
+        """Let others have the folder; where this run came to no score, the one that it was to replace comes back."""
+        if self.replaced:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.rename(self.replaced, self.folder)
+        self.held.__exit__(None, None, None)
 
     def begin(self, local):
         """Write run.json of a new run, and with INIT=random the encoder that it starts from."""
@@ -308,6 +316,9 @@ class Run:
         state = {"encoder": self.encoder.state_dict(), "optimizer": self.optimizer.state_dict(), "step": step}
         save_state(self.folder / "state.pt", state | {"random": random_source(self.device).get_rng_state()})
         self.update(seconds=self.seconds_before + time.time() - self.started, last=row)
+        if self.replaced:
+            shutil.rmtree(self.replaced)
+            self.replaced = None
 
     def finish(self):
         """Mark the run as finished and say how it went; raises ValueError where no score was defined."""

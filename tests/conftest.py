@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def workshop(tmp_path, monkeypatch):
 
 
 def script(*command, cwd=ROOT, **environment):
-    """Run a script, say script("train.py", "SEED=1") or script("-m", "pretraining.pretrain"), in a process of its own."""
+    """Run a script in a process of its own: script("train.py", "SEED=1") or script("-m", "pretraining.pretrain")."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
@@ -69,3 +70,12 @@ def contents(folder):
     """Every file below a folder with its bytes, less run.json, which holds seconds."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != "run.json"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def own_copy(folder):
+    """Copy the scripts and their packages, to be run, edited and killed elsewhere. Returns TINY as arguments."""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("pretraining/*.py")):
+        copy = Path(folder) / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
+    return [f"{name}={value}" for name, value in TINY.items()]
