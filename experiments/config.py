@@ -9,3 +9,9 @@ HEAD_AT_EVALUATION = False  # True: the scores are taken through the MLP head as
 
 # Benchmark
 ROUNDS = 5               # turns of each contender that count; one more before them warms up
+
+# What people do next (sts.py, search.py, map.py)
+STS = "hub"              # the seven tasks of the paper's table 5: hub, or a folder of CSV files
+QUERY = ""               # the sentence to look for; it need not be named: search.py "a sentence"
+TEXT = ""                # file to look in, a sentence a line; "" is data/sentences.txt
+NEAREST = 10             # sentences to find

@@ -14,7 +14,7 @@ LIMITS = [
     (int, "a whole number of at least 0", lambda v: v >= 0, "WARMUP_TOKENS"),
     (int, "a whole number of at least 1", lambda v: v >= 1, "MAX_SENTENCES N_LAYER N_EMBD N_HEAD EPOCHS EVAL_INTERVAL"),
     (int, "a whole number of at least 1", lambda v: v >= 1, "MAX_TOKENS TOKENS_PER_STEP"),
-    (int, "a whole number of at least 1", lambda v: v >= 1, "VALIDATION_TOKENS VALIDATION_INTERVAL ROUNDS"),
+    (int, "a whole number of at least 1", lambda v: v >= 1, "VALIDATION_TOKENS VALIDATION_INTERVAL ROUNDS NEAREST"),
     (int, "a whole number of at least 2", lambda v: v >= 2, "BATCH_SIZE HELD_OUT"),  # one sentence has no negatives
     (int, "a whole number of at least 3", lambda v: v >= 3, "MAX_SEQ_LEN N_POSITIONS BLOCK_SIZE"),  # [CLS] and [SEP]
     (int, "a whole number of at least 100", lambda v: v >= 100, "VOCAB_SIZE"),
@@ -27,7 +27,8 @@ LIMITS = [
     (float, "a number from 0 to 1", lambda v: 0 <= v <= 1, "SENTENCE_RATE LONG_RATE"),
     (float, "a number of at least 0 and below 1", lambda v: 0 <= v < 1, "DROPOUT MLM_DROPOUT"),
     (str, "text", lambda v: True, "CHECKPOINT PRETRAIN_CORPUS MLM_INIT POOLER EVAL_POOLER SPLIT PRECISION"),
-    (str, "set", lambda v: v != "", "CORPUS STSB INIT DEVICE MLM_FOLDER"),
+    (str, "text", lambda v: True, "QUERY TEXT"),
+    (str, "set", lambda v: v != "", "CORPUS STSB INIT DEVICE MLM_FOLDER STS"),
     (str, "a folder name without / or \\", lambda v: v == v.strip() and not re.search(r"[/\\\0\n]|^\.", v), "RUN_NAME"),
 ]  # fmt: skip
 CHOICES = {
