@@ -394,8 +394,8 @@ def test_length_is_how_the_cosine_goes_with_the_difference_of_lengths(lab):
     assert run_variant.measure_sts_b(encoder)["length"] == pytest.approx(expected)
 
 
-# bfloat16 has 8 significant bits, a relative error of 1/512 in a cosine, and the loss divides it by 0.05
-@pytest.mark.parametrize("precision, tolerance", [("float32", 1e-4), ("bfloat16", 0.05)])
+# bfloat16's errors are about 1e-4 in the mean of 32 losses; leaving the head out would change it by 3e-3
+@pytest.mark.parametrize("precision, tolerance", [("float32", 1e-4), ("bfloat16", 1e-3)])
 def test_views_are_the_two_that_training_compares(lab, precision, tolerance):
     root_config.PRECISION = precision
     ablate()
@@ -413,6 +413,16 @@ def test_views_are_the_two_that_training_compares(lab, precision, tolerance):
         for i, row in enumerate((z @ z.T).tolist()):
             losses.append(-math.log(math.exp(row[i] / 0.05) / sum(math.exp(x / 0.05) for x in row)))
     assert float(none["views_loss_start"]) == pytest.approx(statistics.mean(losses), abs=tolerance)
+
+
+def test_views_are_measured_under_the_same_masks_at_every_call(lab):
+    encoder = train.starting_encoder(train.load_sentences())
+    first = run_variant.measure_views(encoder, train.load_sentences())
+    drawn = torch.rand(3)
+    assert run_variant.measure_views(encoder, train.load_sentences()) == first
+    torch.manual_seed(root_config.SEED)
+    train.starting_encoder(train.load_sentences())  # draws what the first one did
+    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_summary_is_mean_and_deviation(lab):
