@@ -82,9 +82,8 @@ def get_sentences():
     asked = [config.CORPUS, config.SEED, config.MAX_SENTENCES]
     done = sources.unchanged("sentences", asked, path)
     if done and config.CORPUS in ("auto", *CORPORA):
-        print(
-            f"sentences: {done['kept']:,} from {done['source']}, there already; delete data/sentences.txt to fetch anew"
-        )
+        kept = f"{done['kept']:,} from {done['source']}"
+        print(f"sentences: {kept}, there already; delete data/sentences.txt to fetch anew")
         return
     choices = list(CORPORA) if config.CORPUS == "auto" else [config.CORPUS]
     source, (kept, counts) = sources.first_that_works(choices, load_sentences)

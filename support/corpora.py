@@ -102,14 +102,22 @@ def own_file(path, counts):
 
 
 def text(path, counts):
-    """The lines of a text file."""
+    """The lines of a text file; raises ValueError at its end where too many of them were no text."""
+    lines = no_text = 0
     for line in text_lines(path, counts):
+        lines += 1
         if has_control_characters(line):
-            counts["lines that are no text (full of control characters)"] += 1
+            no_text += 1
         elif line.strip():
             yield line
         else:
             counts["blank lines"] += 1
+    if no_text > 3 + lines / 100:
+        raise ValueError(
+            f"{path} is no text: {no_text:,} of its {lines:,} lines are full of control characters"
+        )
+    if no_text:
+        counts["lines that are no text (full of control characters)"] = no_text
 
 
 def table_column(path, counts):

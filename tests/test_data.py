@@ -102,6 +102,26 @@ def test_sentences_are_split(text, expected):
     assert sentences.split_sentences(text) == expected
 
 
+@pytest.mark.parametrize("text", ["今天天气很好。", "Café is here. ", "« x. "])
+def test_a_long_line_is_cut_in_seconds_and_loses_nothing(text):
+    started = time.time()
+    found = sentences.split_sentences(text * 30_000)
+    assert time.time() - started < 10
+    assert "".join("".join(found).split()) == "".join(text.split()) * 30_000
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.sampled_from("aB é.?!。\"'“)(«中1"), max_size=200))
+def test_splitting_loses_no_character(text):
+    text = sentences.clean(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sentences, "LONGEST_PIECE", 20)
+        in_pieces = sentences.split_sentences(text)
+    for found in (in_pieces, sentences.split_sentences(text)):
+        assert "".join("".join(found).split()) == "".join(text.split())
+        assert all(sentence == sentence.strip() != "" for sentence in found)
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [
@@ -313,9 +333,16 @@ def test_what_is_no_text_is_refused(kind, name, data, tmp_path):
 
 
 def test_lines_that_are_no_text_are_left_out(data, capsys):
-    content = "\n".join(MANY).encode() + b"\n" + bz2.compress(TEXT)
-    assert sorted(read_corpus(content, data))[:10] == sorted(MANY)[:10]
-    assert "lines that are no text" in capsys.readouterr().out
+    head = "\n".join(MANY).encode() + b"\n"
+    assert sorted(read_corpus(head * 2 + b"a hole in a log" + bytes(5000) + b"\n" + head, data)) == sorted(
+        MANY
+    )
+    assert re.search(r"lines that are no text \(full of control characters\) +1\n", capsys.readouterr().out)
+    with pytest.raises(
+        ValueError, match="mine.txt is no text: [0-9,]+ of its [0-9,]+ lines are full of control"
+    ):
+        read_corpus(head * 2 + bz2.compress(TEXT), data)
+    assert sorted(lines(data)) == sorted(MANY)
 
 
 # Tables

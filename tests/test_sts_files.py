@@ -184,7 +184,7 @@ def written(rows, quoting, end="\n"):
 
 
 def csv_reads(text, rows):
-    """Whether csv gets its own rows back: before Python 3.13 it may write a "\r" without the quotation marks it needs."""
+    """Whether csv gets its own rows back: before Python 3.13 it may write a "\r" without quotation marks."""
     try:
         return list(csv.reader(io.StringIO(text, newline=""))) == rows
     except csv.Error:
@@ -232,7 +232,7 @@ def test_damaged_lines_of_a_tab_separated_table_cost_themselves(rows, damaged, s
 
 
 WORDS = st.text(st.sampled_from("abc é.;\t\u2028"), min_size=1, max_size=8).map(lambda text: f"x{text}x")
-# a quoted cell that is not closed, text behind a closed one, too few cells, too many: none can be part of a legal record
+# a quoted cell that is not closed, text behind a closed one, too few cells, too many: never part of a legal record
 DAMAGED = st.one_of(
     WORDS.map(lambda word: f'"{word}\n'),
     WORDS.map(lambda word: f'{word},"{word}\n'),
