@@ -27,7 +27,7 @@ LIMITS = [
     (float, "a number from 0 to 1", lambda v: 0 <= v <= 1, "SENTENCE_RATE LONG_RATE"),
     (float, "a number of at least 0 and below 1", lambda v: 0 <= v < 1, "DROPOUT MLM_DROPOUT"),
     (str, "text", lambda v: True, "CHECKPOINT PRETRAIN_CORPUS MLM_INIT POOLER EVAL_POOLER SPLIT PRECISION"),
-    (str, "text", lambda v: True, "QUERY TEXT"),
+    (str, "text", lambda v: True, "ONLY SEEDS QUERY TEXT"),
     (str, "set", lambda v: v != "", "CORPUS STSB INIT DEVICE MLM_FOLDER STS"),
     (str, "a folder name without / or \\", lambda v: v == v.strip() and not re.search(r"[/\\\0\n]|^\.", v), "RUN_NAME"),
 ]  # fmt: skip
