@@ -8,7 +8,6 @@ import os
 import zipfile
 from pathlib import Path
 
-import torch
 from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +82,8 @@ def save_figure(figure, path):
 
 def save_state(path, state):
     """Write a dict of tensors, numbers and strings that a stopped run needs, in one step."""
+    import torch  # slow to import, and download_data.py needs none
+
     buffer = io.BytesIO()
     torch.save(state, buffer)
     write_atomically(path, buffer.getvalue())
@@ -106,6 +107,8 @@ def read_json(path, kind=dict):
 
 def load_state(path):
     """What save_state wrote, on the CPU; raises ValueError where it is damaged, by a single bit even."""
+    import torch
+
     try:
         with zipfile.ZipFile(path) as file:
             if file.testzip():  # torch.load does not compare checksums
