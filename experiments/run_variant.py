@@ -100,10 +100,9 @@ def measure_views(encoder, sentences):
 
 
 def remove_run(folder):
-    """Remove a run folder, and the file of its lock beside it."""
-    shutil.rmtree(folder)
-    for path in folder.parent.glob(f".{folder.name}.*"):
-        path.unlink()
+    """Remove a run folder, and beside it the file of its lock and what it was to replace."""
+    for path in [folder, *folder.parent.glob(f".{folder.name}.*")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def main():
