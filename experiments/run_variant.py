@@ -41,6 +41,7 @@ def with_head(encoder):
 
 
 def word_count(sentence):
+    """How many words a sentence has."""
     return len(re.findall(r"\w+", sentence))
 
 
