@@ -144,11 +144,12 @@ def dataset_column(path, kind, counts):
             name for name in (first or [{}])[0] if any(isinstance(row.get(name), str) for row in first)
         ]
         column = choose_column(strings, path)
-        for row in rows:
-            if isinstance(row.get(column), str) and row[column].strip():
-                yield row[column]
-            else:
-                counts["rows without text"] += 1
+        for batch in rows.iter(1000):
+            for cell in batch[column]:
+                if isinstance(cell, str) and cell.strip():
+                    yield cell
+                else:
+                    counts["rows without text"] += 1
     except Exception as error:  # pyarrow raises its own, and datasets whatever it meets
         problem = first_line(error)
         raise ValueError(
