@@ -15,7 +15,7 @@ from tqdm import tqdm
 import config as root_config
 from evaluate import load_sts_b
 from experiments import config
-from experiments.encoders import load_encoders, pair_cosines
+from experiments.inputs import load_encoders, pair_cosines
 from experiments.sts_tasks import PUBLISHED, TASKS
 from support import command_line
 from support.baselines import bag_of_words
@@ -88,7 +88,7 @@ def score(cosines, scores, seed):
 
 
 def score_tasks(tasks, encoders):
-    """Score the baselines and the encoders: a dict from a row's name to its dict from task to (score, resampled scores)."""
+    """The scores of baselines and encoders: a dict from name to a dict from task to (score, resampled scores)."""
     table = {"bag of words": {}, "TF-IDF": {}} | {name: {} for name in encoders}
     for seed, (task, (sentences1, sentences2, scores)) in enumerate(tasks.items()):
         for name, tf_idf in (("bag of words", False), ("TF-IDF", True)):
@@ -108,7 +108,7 @@ def print_line(name, cells, note=""):
 
 
 def print_row(name, row, average, note, sign=""):
-    """A row's scores, and under each its interval. average: whether the row is to have one; note: what ends its line."""
+    """A row's scores, and under each its interval. average: whether it is to have one; note: what ends its line."""
     if average:
         values, resampled = zip(*row.values(), strict=True)
         row = row | {"average": (np.mean(values), np.mean(resampled, axis=0))}

@@ -6,9 +6,9 @@ import numpy as np
 def bootstrap_spearman(x, y, resamples=1000, seed=0):
     """Spearman's correlation of N pairs (x, y) in each of many resamples: N of the pairs, drawn with replacement.
 
-    Every resample is ranked anew, equal values by the mean of their ranks. Returns a float array (resamples,), nan where
-    a resample holds one value alone. The same N and seed draw the same pairs, so that two encoders can be compared draw
-    by draw. Takes some 0.1 s for 1,500 pairs.
+    Every resample is ranked anew, equal values by the mean of their ranks. Returns a float array (resamples,), nan
+    where a resample holds one value alone. The same N and seed draw the same pairs, so that two encoders can be
+    compared draw by draw. Takes some 0.1 s for 1,500 pairs.
     """
     x_values, x_of_pair = np.unique(
         x, return_inverse=True
@@ -26,7 +26,7 @@ def bootstrap_spearman(x, y, resamples=1000, seed=0):
 
 
 def centred_ranks(value_of_pair, values, times):
-    """Ranks (N,) less their mean, in a resample that holds pair i times[i] times; value_of_pair: (N,), 0 the smallest."""
+    """Ranks (N,) less their mean in a resample that holds pair i times[i] times; value_of_pair: 0 for the smallest."""
     copies = np.bincount(value_of_pair, times, minlength=values)  # (values,) how often each value was drawn
     ranks = np.cumsum(copies) - (copies - 1) / 2  # the mean of the ranks that its copies take
     return ranks[value_of_pair] - (len(times) + 1) / 2
