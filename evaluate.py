@@ -91,8 +91,7 @@ def measure(encoder, split="validation", device=None):
     Returns a dict of three floats: spearman (x 100), alignment, uniformity. Source: SimCSE, section 3.
     """
     sentences1, sentences2, scores = load_sts_b(split)
-    emb1 = encode_sentences(encoder, sentences1, device)
-    emb2 = encode_sentences(encoder, sentences2, device)
+    emb1, emb2 = (encode_sentences(encoder, side, device) for side in (sentences1, sentences2))
     z1, z2, close = torch.from_numpy(emb1), torch.from_numpy(emb2), torch.from_numpy(scores > 4)
     alignment, _ = alignment_and_uniformity(z1[close], z2[close])
     _, uniformity = alignment_and_uniformity(z1, z2)
@@ -104,7 +103,7 @@ def print_row(name, pooler, tokens, spearman, *geometry):
     """A line of the table: an encoder, how it pools, at how many tokens it cuts, the data, and its numbers."""
     numbers = [f"{spearman:.2f}", *(f"{number:.3f}" for number in geometry)]
     cells = [f"{number.replace('nan', 'undefined'):>11}" for number in numbers]
-    print(f"{name:32} {pooler:6} {tokens!s:6} {f'{stsb_label()}, {config.SPLIT}':32}", *cells)
+    print(f"{name} {pooler:6} {tokens!s:6} {f'{stsb_label()}, {config.SPLIT}':32}", *cells)
 
 
 def main():
@@ -116,13 +115,15 @@ def main():
         encoders = {f"start: {files.shown(start)}": start, files.shown(last): last}
     pooler = load_pooler(last, config.EVAL_POOLER or None)  # the start is pooled as the run is
     sentences1, sentences2, scores = load_sts_b(config.SPLIT)
-    print(f"{'encoder':32} pooler tokens {'data':32} {'Spearman':>11}{'alignment':>12}{'uniformity':>12}")
+    width = max(map(len, [*encoders, "bag of words"]))
+    print(f"{'encoder':{width}} pooler tokens {'data':32}    Spearman   alignment  uniformity")
     for name, folder in encoders.items():
         encoder = SimCSEEncoder.from_pretrained(folder, pooler)
-        print_row(name, pooler, encoder.max_seq_len, *measure(encoder, config.SPLIT, device).values())
+        result = measure(encoder, config.SPLIT, device)
+        print_row(name.ljust(width), pooler, encoder.max_seq_len, *result.values())
     for name, tf_idf in (("bag of words", False), ("TF-IDF", True)):
         cosine = bag_of_words(sentences1, sentences2, tf_idf)
-        print_row(name, "", "", spearmanr(cosine, scores).statistic * 100)
+        print_row(name.ljust(width), "", "", spearmanr(cosine, scores).statistic * 100)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ def load_pooler(folder, pooler=None):
     if len(modes) != 1 or str(modes[0]) not in POOLERS:
         said = " and ".join(map(str, modes))
         raise ValueError(
-            f"{path} pools by {said}: only cls and mean are implemented here, choose one with POOLER="
+            f"{path} pools by {said}: only cls and mean are implemented here, choose one with "
+            "POOLER= (training) or EVAL_POOLER= (evaluation)"
         )
     return POOLERS[modes[0]]
 
