@@ -75,47 +75,55 @@ def principal_directions(embeddings):
     return left[:, :2] * singular_values[:2], variance[:2] / variance.sum()
 
 
-def draw_topics(axis, encoder, topics):
-    """Every sentence as a point along the encoder's two principal directions, coloured by topic."""
-    sentences = [sentence for chosen in topics.values() for sentence in chosen]
+def draw_topics(axis, points, shares, topics):
+    """Every sentence as a point (N, 2), coloured by its topic; shares: of the variance, along the two directions."""
     topic_of = np.array([topic for topic, chosen in topics.items() for _ in chosen])
-    embeddings = encode_sentences(encoder, sentences)  # (N, C)
-    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
-    points, shares = principal_directions(embeddings)
     for i, topic in enumerate(topics):
         style = {"color": "lightgrey", "zorder": 1} if topic == OTHER else {"color": f"C{i}", "zorder": 2}
         axis.scatter(*points[topic_of == topic].T, s=12, label=topic, **style)
     axis.set(xlabel=f"direction 1: {shares[0]:.0%} of the variance", ylabel=f"direction 2: {shares[1]:.0%}")
-    axis.set_aspect("equal")
+
+
+def draw_cosines(axis, cosines, scores, bins):
+    """How the cosines (N,) of close and of distant pairs are spread, by the scores (N,) that people gave them."""
+    kinds = {"close pairs (score above 4)": scores > 4, "distant pairs (score below 1)": scores < 1}
+    for i, (kind, chosen) in enumerate(kinds.items()):
+        if chosen.any():
+            label = f"{kind}: mean {cosines[chosen].mean():.2f}"
+            axis.hist(cosines[chosen], bins, density=True, alpha=0.6, color=f"C{i}", label=label)
+    axis.set(title=f"{stsb_label()}, validation", xlabel="cosine of the pair", ylabel="density")
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="upper left")
 
 
 def main():
     from matplotlib.figure import Figure  # slow to import
 
-    device = pick_device(root_config.DEVICE)
     sentences1, sentences2, scores = load_sts_b("validation")
     topics = sentences_by_topic(load_text(files.DATA / "sentences.txt"))
-    encoders = load_encoders(root_config.CHECKPOINT, root_config.EVAL_POOLER, device)
-    kinds = {"close pairs (score above 4)": scores > 4, "distant pairs (score below 1)": scores < 1}
-    cosines = {name: pair_cosines(encoder, sentences1, sentences2) for name, encoder in encoders.items()}
-    bins = np.linspace(min(c.min() for c in cosines.values()), 1, 41)
+    sentences = [sentence for chosen in topics.values() for sentence in chosen]
+    if len(sentences) < 3:
+        raise ValueError(f"{files.DATA / 'sentences.txt'} has too few sentences to draw: {len(sentences)}")
+    points, shares, cosines = {}, {}, {}
+    device = pick_device(root_config.DEVICE)
+    for name, encoder in load_encoders(root_config.CHECKPOINT, root_config.EVAL_POOLER, device).items():
+        embeddings = encode_sentences(encoder, sentences)  # (N, C)
+        embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+        points[name], shares[name] = principal_directions(embeddings)
+        cosines[name] = pair_cosines(encoder, sentences1, sentences2)
 
-    figure = Figure(figsize=(5.5 * len(encoders), 9), layout="constrained")
-    axes = figure.subplots(2, len(encoders), sharex="row", sharey="row", squeeze=False)
-    for column, (name, encoder) in enumerate(encoders.items()):
-        top, bottom = axes[:, column]
-        draw_topics(top, encoder, topics)
-        top.set_title(name)
-        for kind, chosen in kinds.items():
-            values = cosines[name][chosen]
-            if len(values):
-                bottom.hist(values, bins, density=True, alpha=0.6, label=f"{kind}: mean {values.mean():.2f}")
-        bottom.set(title=f"{stsb_label()}, validation", xlabel="cosine of the pair", ylabel="density")
-        bottom.legend(loc="upper left")
-    axes[0, 0].legend(loc="best")
+    bins = np.linspace(min(values.min() for values in cosines.values()), 1, 41)
+    edge = 1.05 * max(np.abs(values).max() for values in points.values())  # one scale, to compare by
+    figure = Figure(figsize=(5.5 * len(points), 9.5), layout="constrained")
+    axes = figure.subplots(2, len(points), sharex="row", sharey="row", squeeze=False)
+    for name, (top, bottom) in zip(points, axes.T, strict=True):
+        draw_topics(top, points[name], shares[name], topics)
+        top.set(title=name, xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal")
+        draw_cosines(bottom, cosines[name], scores, bins)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     files.save_figure(figure, RESULTS / "map.png")
     counts = ", ".join(f"{len(chosen)} {topic}" for topic, chosen in topics.items())
-    print(f"{counts} sentences, {len(scores):,} pairs: {files.shown(RESULTS / 'map.png')}")
+    print(f"sentences: {counts}; {len(scores):,} pairs; picture: {files.shown(RESULTS / 'map.png')}")
 
 
 if __name__ == "__main__":
