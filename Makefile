@@ -15,10 +15,10 @@ run: .venv/run
 test: .venv/test
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto
 
 test-all: .venv/test
-	.venv/bin/python -m pytest -m ''
+	.venv/bin/python -m pytest -n auto -m ''
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -104,6 +104,7 @@ def difference(start, run):
 
 
 def print_line(name, cells, note=""):
+    """A line of the table: a name, a cell a task, and what there is to say."""
     print(f"{name:{WIDTH}}" + "".join(f"{cell:>14}" for cell in cells) + note)
 
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 
 class Task(NamedTuple):
+    """Where a task's pairs come from, and how many there are."""
+
     file: str  # its name in a folder of one's own, less .csv
     repo: str  # the dataset on the Hub whose split "test" is scored
     pairs: int  # in the paper

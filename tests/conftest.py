@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core, so a thread a process
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 import config

@@ -321,7 +321,15 @@ def test_as_it_is_typed(workshop):
     """Processes of their own, the results in the repository's own folder, what is typed handed on to every run."""
     tiny = own_copy(workshop)
     shutil.copytree(ROOT / "experiments", workshop / "experiments", ignore=shutil.ignore_patterns("results"))
-    command = ["-m", "experiments.ablations", *tiny, "ONLY=pooling", "SEEDS=5", "MAX_SENTENCES=40"]
+    command = [
+        "-m",
+        "experiments.ablations",
+        *tiny,
+        "ONLY=pooling",
+        "SEEDS=5",
+        "MAX_SENTENCES=40",
+        "EVAL_INTERVAL=5",
+    ]
     done = script(*command, cwd=workshop, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     with open(workshop / "experiments" / "results" / "ablations.csv", encoding="utf-8", newline="") as file:

@@ -664,10 +664,10 @@ def wait_for_rows(process, folder, n):
 def test_two_at_once_and_kill_9(workshop, monkeypatch):
     """The second names the first and touches nothing; the lock dies with its process, and the run can go on."""
     monkeypatch.setattr(runs, "draw_curves", DRAW_CURVES)
-    settings(EPOCHS=4, EVAL_INTERVAL=8, RUN_NAME="whole")
+    settings(EPOCHS=3, EVAL_INTERVAL=10, RUN_NAME="whole")
     train.main()
     config.RUN_NAME = "r"
-    folder, arguments = folder_of_run(), [*own_copy(workshop), "EPOCHS=4", "EVAL_INTERVAL=8", "RUN_NAME=r"]
+    folder, arguments = folder_of_run(), [*own_copy(workshop), "EPOCHS=3", "EVAL_INTERVAL=10", "RUN_NAME=r"]
     first = start(*arguments, cwd=workshop)
     try:
         wait_for_rows(first, folder, 2)
