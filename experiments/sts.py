@@ -104,6 +104,10 @@ def difference(start, run):
 
 
 def print_line(name, cells, note=""):
+    """A line of the table; a name too long for its column gets a line of its own above."""
+    if len(name) > WIDTH:
+        print(name)
+        name = ""
     """A line of the table: a name, a cell a task, and what there is to say."""
     print(f"{name:{WIDTH}}" + "".join(f"{cell:>14}" for cell in cells) + note)
 
