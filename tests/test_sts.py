@@ -167,7 +167,7 @@ def test_the_sample_is_no_benchmark(tiny, tmp_path, monkeypatch, capsys):
 
 def test_a_run_beside_its_start(workshop, tmp_path, monkeypatch, capsys):
     pairs = write_tasks(tmp_path / "sts", TASKS, monkeypatch)
-    config.LEARNING_RATE, config.RUN_NAME = 1e-2, "one"
+    config.LEARNING_RATE, config.RUN_NAME, config.PRECISION = 1e-2, "one", "float32"
     train.main()
     capsys.readouterr()
     sts.main()
