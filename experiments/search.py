@@ -85,7 +85,7 @@ def load_embeddings(sentences, encoder, name):
                 other.unlink()
     try:
         return np.load(path, mmap_mode="r")
-    except ValueError:
+    except (ValueError, EOFError):
         raise ValueError(f"{path} is damaged: delete it") from None
 
 

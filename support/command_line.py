@@ -115,6 +115,13 @@ def run(main, script, configs, knobs):
     script: what stands behind "python" in the command; configs: the modules whose constants may be set; knobs: the
     names of those that the script reads. Exit status: 0 done, 1 failed, 2 a bad argument, 130 interrupted.
     """
+    missing = [name for name in knobs if name not in constants(configs)]
+    if missing:
+        print(
+            f"error: {configs[0].__name__}.py lacks {', '.join(missing)}, which {script} reads",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(script, configs, knobs))
         return

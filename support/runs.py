@@ -183,6 +183,13 @@ class Run:
         local = hub.local_folder(init) if init != "random" else None
         if local and Path(local).resolve().is_relative_to(self.folder.resolve()):
             raise ValueError(f"INIT={init} lies in the folder of the run itself: choose another RUN_NAME")
+        replaced = self.folder.parent / f".{name}.old"  # a name that no run can have
+        if replaced.exists():  # a process was killed while it replaced this run
+            if any((self.folder / kept).exists() for kept in ("state.pt", "model.safetensors")):
+                shutil.rmtree(replaced)
+            else:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                os.rename(replaced, self.folder)
         if (self.folder / "run.json").exists():
             run = read_run(self.folder)
             if self.resume:
@@ -192,8 +199,6 @@ class Run:
                 state = "finished: " if run["finished"] else "unfinished: go on with RESUME=True, "
                 ways = "name another with RUN_NAME=, or replace it with OVERWRITE=True"
                 raise ValueError(f"{name} is there already, {state}{ways}")
-            replaced = self.folder.parent / f".{name}.old"  # a name that no run can have
-            shutil.rmtree(replaced, ignore_errors=True)
             os.rename(self.folder, replaced)
             self.replaced = replaced
         elif self.folder.is_dir() and any(not entry.name.endswith(".tmp") for entry in self.folder.iterdir()):
@@ -317,8 +322,8 @@ class Run:
         save_state(self.folder / "state.pt", state | {"random": random_source(self.device).get_rng_state()})
         self.update(seconds=self.seconds_before + time.time() - self.started, last=row)
         if self.replaced:
-            shutil.rmtree(self.replaced)
-            self.replaced = None
+            replaced, self.replaced = self.replaced, None
+            shutil.rmtree(replaced)
 
     def finish(self):
         """Mark the run as finished and say how it went; raises ValueError where no score was defined."""
